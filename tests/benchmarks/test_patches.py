@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(rehearsal.impossible(), reason="rehearsed on the
 
 @pytest.fixture(name="bench")
 def bench_fixture(monkeypatch):
-    bench = rehearsal.load("patches", monkeypatch, BATCH=8)
+    bench = rehearsal.load("patches", monkeypatch, BATCH=8, HOST_TURNS=2)
     root = environment.cache() / bench.VERSION / "vllm"
     if not root.exists():
         pytest.skip(f"vLLM {bench.VERSION} was not fetched")

@@ -67,7 +67,7 @@ class Edit:
         old, new: an expression or a statement, there once in the function, and what takes its place
             (``edit`` in the list). Line breaks, quotes and brackets of ``old`` do not matter.
         breaks: what is wrong then, in one sentence.
-        red: what must notice: a test below ``tests`` (``ops/test_fp8.py::test_strided_rows``), or a
+        red: what must notice: a test below ``tests`` (``ops/test_fp8.py::test_every_rounding_case``), or a
             verdict (``run INCIDENT | question | variant | verdict``) that is not the expected one.
         sample: whether ``make test`` makes it too.
     """

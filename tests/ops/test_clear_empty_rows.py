@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.bits import assert_same_bits, moved
 
+from staleproof.cases import graph
 from staleproof.evidence.canary import bits
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.reference import clear_empty_rows as reference
@@ -83,16 +84,13 @@ def test_graph_replay_with_live_count_down_then_up(device: str) -> None:
     out = torch.empty(rows, 16, 512, dtype=torch.bfloat16, device=device)
     lse = torch.empty(rows, 16, device=device)
     seq_lens = torch.full((rows,), 9, dtype=torch.int32, device=device)
-    clear_empty_rows(out, seq_lens, lse=lse)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        clear_empty_rows(out, seq_lens, lse=lse)
+    captured = graph.capture(lambda: clear_empty_rows(out, seq_lens, lse=lse), on=device)
     for live in (1024, 1, 512, 0, 1000, 1024):
         seq_lens[:live] = 9
         seq_lens[live:] = 0
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
-        graph.replay()
+        captured.replay()
         assert bool(out[:live].isnan().all())
         assert bool(lse[:live].isnan().all())
         assert int(bits(out[live:]).count_nonzero()) == 0

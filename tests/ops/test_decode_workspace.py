@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 
-import staleproof
 from staleproof.evidence import plant, row_states
 from staleproof.ops.decode_workspace import DecodeWorkspace, WorkspaceLocked
 
@@ -100,10 +99,6 @@ def test_threads_of_one_key_get_one_buffer():
     assert len(seen) == 8
 
 
-def test_it_is_a_public_name():
-    assert staleproof.DecodeWorkspace is DecodeWorkspace
-
-
 def filled(workspace, micro_batch=None):
     def call(x):
         buffer = workspace.get(x.shape, x.dtype, x.device, micro_batch=micro_batch)
@@ -113,8 +108,7 @@ def filled(workspace, micro_batch=None):
     return call
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("backend", "dynamic"), [("eager", False), ("aot_eager", True)])
 def test_compiled_code_writes_the_buffer_of_the_moment(device, backend, dynamic):
     torch._dynamo.reset()
     workspace = DecodeWorkspace()

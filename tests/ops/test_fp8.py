@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.bits import assert_same_bits, moved
+from tests.bits import assert_same_bits
 
 from staleproof.ops import fp8
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.reference import fp8 as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-LIVE: dict[str, Any] = {
-    "all": lambda device: None,
-    "none": lambda device: 0,
-    "int": lambda device: 3,
-    "int, all": lambda device: 9,
-    "device tensor": lambda device: torch.tensor([4], dtype=torch.int32, device=device),
-    "mask": lambda device: torch.arange(9, device=device) % 3 == 1,
-    "mask, none": lambda device: torch.zeros(9, dtype=torch.bool, device=device),
+# Keywords that say which of 9 rows are live.
+LIVE: dict[str, Callable[[str], dict[str, Any]]] = {
+    "all": lambda device: {},
+    "none": lambda device: {"live_rows": 0},
+    "int": lambda device: {"live_rows": 3},
+    "int, all": lambda device: {"live_rows": 9},
+    "device tensor": lambda device: {"live_rows": torch.tensor([4], dtype=torch.int32, device=device)},
+    "mask": lambda device: {"live_rows": torch.arange(9, device=device) % 3 == 1},
+    "mask, none": lambda device: {"live_rows": torch.zeros(9, dtype=torch.bool, device=device)},
+    "padding": lambda device: {"is_padding": torch.arange(9, device=device) % 3 == 1},
 }
 
 
@@ -32,11 +35,13 @@ def payload(x_fp8: torch.Tensor) -> torch.Tensor:
     return x_fp8.view(torch.uint8)
 
 
-def live_index(live_rows: Any, rows: int, device: str) -> torch.Tensor:
+def live_index(keywords: dict[str, Any], device: str) -> torch.Tensor:
+    if "is_padding" in keywords:
+        return ~keywords["is_padding"]
+    live_rows = keywords.get("live_rows", 9)
     if isinstance(live_rows, torch.Tensor) and live_rows.dtype == torch.bool:
         return live_rows
-    count = rows if live_rows is None else int(live_rows)
-    return torch.arange(rows, device=device) < count
+    return torch.arange(9, device=device) < int(live_rows)
 
 
 def batch(dtype: torch.dtype, device: str, hidden: int = 300) -> torch.Tensor:
@@ -47,11 +52,12 @@ def batch(dtype: torch.dtype, device: str, hidden: int = 300) -> torch.Tensor:
 @pytest.mark.parametrize("hidden", [1, *HIDDEN, 8192 + 40])
 def test_matches_reference(device: str, live: str, hidden: int) -> None:
     for dtype in DTYPES if hidden < 8192 else DTYPES[:1]:
-        x = batch(dtype, device, hidden)
-        live_rows = LIVE[live](device)
-        got = quantize_fp8_per_tensor(x, live_rows=live_rows)
+        # Of a wider tensor.
+        x = batch(dtype, device, 2 * hidden)[:, :hidden]
+        keywords = LIVE[live](device)
+        got = quantize_fp8_per_tensor(x, **keywords)
         assert got[0].dtype == torch.float8_e4m3fn
-        assert_same_bits(got, reference.quantize_fp8_per_tensor(x, live_rows=live_rows))
+        assert_same_bits(got, reference.quantize_fp8_per_tensor(x, **keywords))
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
@@ -84,17 +90,17 @@ def test_every_rounding_case(device: str) -> None:
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, 3e38])
-@pytest.mark.parametrize("live", ["int", "device tensor", "mask", "none"])
+@pytest.mark.parametrize("live", ["int", "device tensor", "mask", "none", "padding"])
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_padding_changes_no_bit_and_comes_out_zero(
     device: str, hidden: int, live: str, poison: float
 ) -> None:
     x = batch(torch.bfloat16, device, hidden)
-    live_rows = LIVE[live](device)
-    index = live_index(live_rows, 9, device)
-    want = quantize_fp8_per_tensor(x, live_rows=live_rows)
+    keywords = LIVE[live](device)
+    index = live_index(keywords, device)
+    want = quantize_fp8_per_tensor(x, **keywords)
     x[~index] = poison
-    got = quantize_fp8_per_tensor(x, live_rows=live_rows)
+    got = quantize_fp8_per_tensor(x, **keywords)
     assert_same_bits(got, want)
     assert int(payload(got[0])[~index].count_nonzero()) == 0
 
@@ -112,36 +118,24 @@ def test_the_largest_value_counts_in_the_first_and_the_last_live_tile(
 ) -> None:
     for at_end in (False, True):
         x = batch(torch.float32, device, hidden)
-        keywords = {"live_rows": LIVE[live](device)} if live in LIVE else {}
-        if live == "padding":
-            keywords = {"is_padding": torch.arange(9, device=device) % 2 == 1}
-            index = ~keywords["is_padding"]
-        else:
-            index = live_index(keywords["live_rows"], 9, device)
-        row = index.nonzero()[-1 if at_end else 0].item()
+        keywords = LIVE[live](device)
+        row = live_index(keywords, device).nonzero()[-1 if at_end else 0].item()
         x[row, column] = -4480.0
         _, scale = quantize_fp8_per_tensor(x, **keywords)
         assert scale.item() == 10.0
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
-def test_a_live_nan_stays_visible(device: str, hidden: int) -> None:
-    x = batch(torch.bfloat16, device, hidden)
-    x[1, 7] = torch.nan
-    got, scale = quantize_fp8_per_tensor(x, live_rows=3)
-    assert bool(scale.isnan().all())
-    assert bool(got[:3].float().isnan().all())
-    assert int(payload(got)[3:].count_nonzero()) == 0
-
-
-@pytest.mark.parametrize("hidden", HIDDEN)
-def test_a_nan_of_any_payload_is_one(device: str, hidden: int) -> None:
+def test_a_live_nan_of_any_payload_stays_visible(device: str, hidden: int) -> None:
     for bits in (0x7F800001, 0x7FFFFFFF, -0x7FFFFF):
         x = batch(torch.float32, device, hidden)
         x.view(torch.int32)[2, 7] = bits
         got = quantize_fp8_per_tensor(x, saturate_nan=True)
         assert_same_bits(got, reference.quantize_fp8_per_tensor(x, saturate_nan=True))
-        assert bool(quantize_fp8_per_tensor(x)[1].isnan())
+        got, scale = quantize_fp8_per_tensor(x, live_rows=3)
+        assert bool(scale.isnan().all())
+        assert bool(got[:3].float().isnan().all())
+        assert int(payload(got)[3:].count_nonzero()) == 0
 
 
 @pytest.mark.parametrize(
@@ -155,24 +149,6 @@ def test_zeros_and_tiny_values_have_a_usable_scale(
     assert scale.item() == expected
     assert bool(got.float().isfinite().all())
     assert bool((got.float() == 0).all()) == (value == 0)
-
-
-@pytest.mark.parametrize("hidden", HIDDEN)
-def test_strided_rows(device: str, hidden: int) -> None:
-    wide = batch(torch.bfloat16, device, 2 * hidden)
-    got = quantize_fp8_per_tensor(wide[:, :hidden], live_rows=5)
-    assert_same_bits(got, quantize_fp8_per_tensor(wide[:, :hidden].contiguous(), live_rows=5))
-
-
-@pytest.mark.parametrize("hidden", HIDDEN)
-def test_is_padding_is_the_mask_turned_round(device: str, hidden: int) -> None:
-    x = batch(torch.bfloat16, device, hidden)
-    padding = torch.arange(9, device=device) % 3 == 1
-    x[padding] = torch.nan
-    want = quantize_fp8_per_tensor(x, live_rows=~padding)
-    assert int(payload(want[0])[padding].count_nonzero()) == 0
-    for quantize in (quantize_fp8_per_tensor, reference.quantize_fp8_per_tensor):
-        assert_same_bits(quantize(x, is_padding=padding), want)
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
@@ -248,43 +224,39 @@ def _out(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return bytes_.view(torch.float8_e4m3fn), torch.full((1,), 7.0, device=x.device)
 
 
-BAD_INPUTS: dict[str, tuple[Any, Any, str]] = {
-    "rank": (lambda x: x[0], {}, r"x: expected a tensor of rank 2, got shape"),
-    "dtype": (lambda x: x.double(), {}, r"x: expected .*got torch.float64"),
-    "empty": (lambda x: x[:0], {}, r"x: expected at least one element, got shape"),
-    "layout": (lambda x: x.T.contiguous().T, {}, r"x: expected a contiguous last axis, got"),
-    "too many": (None, {"live_rows": 10}, r"live_rows: expected 0 to 9 rows, got 10"),
-    "negative": (None, {"live_rows": -1}, r"live_rows: expected 0 to 9 rows, got -1"),
-    "float": (None, {"live_rows": 2.0}, r"live_rows: expected 0 to 9 rows, got 2.0"),
+# Each made of x.
+BAD_INPUTS: dict[str, tuple[Callable[[torch.Tensor], dict[str, Any]], str]] = {
+    "rank": (lambda x: {"x": x[0]}, r"x: expected a tensor of rank 2, got shape"),
+    "dtype": (lambda x: {"x": x.double()}, r"x: expected .*got torch.float64"),
+    "empty": (lambda x: {"x": x[:0]}, r"x: expected at least one element, got shape"),
+    "layout": (lambda x: {"x": x.T.contiguous().T}, r"x: expected a contiguous last axis, got"),
+    "too many": (lambda x: {"live_rows": 10}, r"live_rows: expected 0 to 9 rows, got 10"),
+    "negative": (lambda x: {"live_rows": -1}, r"live_rows: expected 0 to 9 rows, got -1"),
+    "float": (lambda x: {"live_rows": 2.0}, r"live_rows: expected 0 to 9 rows, got 2.0"),
     "count dtype": (
-        None,
-        {"live_rows": torch.tensor([2])},
-        r"live_rows: expected torch.int32, got torch.int64",
+        lambda x: {"live_rows": x.new_ones(1).long()},
+        r"live_rows: expected torch.int32, got .*64",
     ),
     "count on the device": (
-        None,
-        {"live_rows": torch.tensor([10]).int(), "validate": True},
+        lambda x: {"live_rows": x.new_full((1,), 10).int(), "validate": True},
         r"live_rows: expected 0 to 9 rows, got 10",
     ),
     "both masks": (
-        None,
-        {"is_padding": torch.ones(9).bool(), "live_rows": 3},
+        lambda x: {"is_padding": x.new_ones(9).bool(), "live_rows": 3},
         r"is_padding: expected None beside live_rows, got both",
     ),
-    "out alone": (None, {"out": lambda x: _out(x)[0]}, r"out: expected \(x_fp8, scale\), got Tensor"),
-    "out of three": (None, {"out": [1, 2, 3]}, r"out: expected \(x_fp8, scale\), got a list of 3"),
+    "out alone": (lambda x: {"out": _out(x)[0]}, r"out: expected \(x_fp8, scale\), got Tensor"),
+    "out of three": (lambda x: {"out": [1, 2, 3]}, r"out: expected \(x_fp8, scale\), got a list of 3"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_bad_input_is_named_and_nothing_is_written(device: str, case: str) -> None:
-    change, keywords, message = BAD_INPUTS[case]
+    change, message = BAD_INPUTS[case]
     x = batch(torch.bfloat16, device)
-    keywords = {k: v(x) if callable(v) else moved(v, device) for k, v in keywords.items()}
     x_fp8, scale = _out(x)
-    keywords.setdefault("out", (x_fp8, scale))
     with pytest.raises(ValueError, match=message):
-        quantize_fp8_per_tensor(x if change is None else change(x), **keywords)
+        quantize_fp8_per_tensor(**{"x": x, "out": (x_fp8, scale)} | change(x))
     assert bool((payload(x_fp8) == 7).all())
     assert scale.item() == 7.0
 

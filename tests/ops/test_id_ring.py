@@ -26,75 +26,38 @@ from test_zero_blocks import Case, plain
 AHEAD = 4
 
 
-class LateRing(IdRing):
-    """A device that does nothing before it is waited for: the latest that it may be."""
+class Runtime:
+    """The CUDA runtime as the ring calls it, of a device that does nothing before it is waited for."""
 
-    def _allocate(self, size: int, device: torch.device) -> None:
-        self._host = np.zeros(size, np.int32)
-        self.there = np.zeros(size, np.int32)
-        self._from = self._to = 0
-        self.queue: list[Callable[[], None]] = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[Any] = []
+        self.status, self.mode, self.stream = 0, 0, "stream 5"
+        self.queue: list[Callable[[], object]] = []
         self.done = self.waits = 0
+        monkeypatch.setattr(id_ring, "cudart", lambda: self)
+        id_ring._memcpy_async.cache_clear()
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: self._event(len(self.asked)))
 
     def catch_up(self, mark: int) -> None:
         for work in self.queue[self.done : mark]:
             work()
         self.done = max(self.done, mark)
 
-    def _wait(self, events: dict[int, Any]) -> None:
-        for mark in events.values():
-            self.waits += mark > self.done
-            self.catch_up(mark)
-
-    def _copy(self, to: int, source: int, size: int, stream: int) -> None:
-        (a, b, n), rest = zip(*(divmod(number, 4) for number in (to, source, size)), strict=True)
-        assert not any(rest), "a copy of whole ids"
-
-        def copy() -> None:
-            self.there[a : a + n] = self._host[b : b + n]
-
-        self.queue.append(copy)
-
-    def _record(self, events: dict[int, Any], stream: int) -> None:
-        events[stream] = len(self.queue)
-
-
-def test_each_launch_reads_its_own_ids_however_late() -> None:
-    ring = LateRing(5, torch.device("cpu"))
-    read: list[list[int]] = []
-    sent = [[n, n + 1, n + 2][: 1 + n % 3] for n in range(40)]
-    for step, ids in enumerate(sent):
-
-        def reader(at: int, n: int = len(ids)) -> None:
-            ring.queue.append(lambda: read.append(ring.there[at // 4 : at // 4 + n].tolist()))
-
-        ring.send(np.array(ids), 0, reader)
-        if step < AHEAD:
-            assert ring.waits == 0, "a host that is a few steps ahead waits"
-    ring.catch_up(len(ring.queue))
-    assert read == sent
-
-
-class Runtime:
-    """The CUDA runtime as the ring calls it: notes what it is asked, in order."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[Any] = []
-        self.status, self.mode, self.stream = 0, 0, "stream 5"
-        monkeypatch.setattr(id_ring, "cudart", lambda: self)
-        id_ring._memcpy_async.cache_clear()
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream)
-        monkeypatch.setattr(torch.cuda, "Event", lambda: self._event(len(self.asked)))
-
     def _event(self, made: int) -> SimpleNamespace:
+        def record(stream: Any) -> None:
+            self.asked.append(("record", made, stream))
+            event.mark = len(self.queue)
+
         def synchronize() -> None:
             self.asked.append(("wait", made, self.mode))
+            self.waits += event.mark > self.done
+            self.catch_up(event.mark)
             if self.status:
                 raise RuntimeError("a lost device")
 
-        return SimpleNamespace(
-            record=lambda stream: self.asked.append(("record", made, stream)), synchronize=synchronize
-        )
+        event = SimpleNamespace(record=record, synchronize=synchronize)
+        return event
 
     def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> None:
         mode._obj.value, self.mode = self.mode, mode._obj.value
@@ -104,23 +67,35 @@ class Runtime:
 
         def copy(to: int, source: int, size: int, kind: int, stream: int) -> int:
             self.asked.append(("copy", size, kind, stream))
-            ctypes.memmove(to, source, size)
+            self.queue.append(lambda: ctypes.memmove(to, source, size))
             return self.status
 
         return copy
 
+    def reader(self, count: int, into: list[list[int]]) -> Callable[[int], None]:
+        """Enqueues a kernel that reads as many ids."""
+        of = ctypes.c_int32 * count
+        return lambda at: self.queue.append(lambda: into.append([*of.from_address(at)]))
+
+
+def test_each_launch_reads_its_own_ids_however_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, ring, read = Runtime(monkeypatch), IdRing(5, torch.device("cpu")), []
+    sent = [[n, n + 1, n + 2][: 1 + n % 3] for n in range(40)]
+    for step, ids in enumerate(sent):
+        ring.send(np.array(ids), 0, runtime.reader(len(ids), read))
+        if step < AHEAD:
+            assert runtime.waits == 0, "a host that is a few steps ahead waits"
+    runtime.catch_up(len(runtime.queue))
+    assert read == sent
+
 
 def test_what_the_ring_asks_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime(monkeypatch)
-    ring, read = IdRing(3, torch.device("cpu"), parts=2), []
-
-    def reader(count: int) -> Callable[[int], None]:
-        return lambda at: read.append([*(ctypes.c_int32 * count).from_address(at)])
-
+    runtime, ring, read = Runtime(monkeypatch), IdRing(3, torch.device("cpu"), parts=2), []
     # The third list goes to the second slot, and the fourth waits for those who read the first.
     for ids, stream in (([7, 8], 5), ([9], 6), ([1, 2, 3], 5), ([4], 5)):
         runtime.stream = f"stream {stream}"
-        ring.send(np.array(ids), stream, reader(len(ids)))
+        ring.send(np.array(ids), stream, runtime.reader(len(ids), read))
+    runtime.catch_up(len(runtime.queue))
     assert read == [[7, 8], [9], [1, 2, 3], [4]]
     copies = [("copy", 8, 1, 5), ("copy", 4, 1, 6), ("copy", 12, 1, 5), ("copy", 4, 1, 5)]
     events = [("record", 1, "stream 5"), ("record", 3, "stream 6"), ("record", 5, "stream 5")]
@@ -131,9 +106,9 @@ def test_what_the_ring_asks_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> N
     assert runtime.mode == 0
     runtime.status = 2
     with pytest.raises(RuntimeError, match="cudaMemcpyAsync: error 2"):
-        ring.send(np.array([5]), 5, reader(1))
+        ring.send(np.array([5]), 5, runtime.reader(1, read))
     with pytest.raises(RuntimeError, match="a lost device"):
-        ring.send(np.array([5, 6, 7]), 5, reader(3))
+        ring.send(np.array([5, 6, 7]), 5, runtime.reader(3, read))
     assert runtime.mode == 0
 
 

@@ -7,6 +7,7 @@ import torch
 from tests.bits import assert_same_bits
 
 from staleproof import dequantize_nvfp4, quantize_nvfp4
+from staleproof.cases import graph
 from staleproof.ops import nvfp4 as kernels
 from staleproof.ops.reference import nvfp4 as reference
 
@@ -155,11 +156,8 @@ def test_each_plan_of_the_gpu_gives_the_same_bits(device, m):
 def test_one_launch_in_a_graph_whose_scales_are_dirtied_between_replays(device):
     x = torch.randn(5, 80, device=device)
     factor, out = torch.ones(1, device=device), poisoned(x)
-    quantize_nvfp4(x, factor, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        quantize_nvfp4(x, factor, out=out)
+    captured = graph.capture(lambda: quantize_nvfp4(x, factor, out=out), on=device)
     for byte in (0x7F, 0x33):
         out[1].view(torch.uint8).fill_(byte)
-        graph.replay()
+        captured.replay()
         assert_same_bits(out, reference.quantize_nvfp4(x, factor))

@@ -51,16 +51,6 @@ def numbers(rows: int, experts: int, dtype: torch.dtype = torch.float32) -> torc
     return x.to(dtype)
 
 
-def assert_same(got: Routed, want: Routed) -> None:
-    for mine, theirs, name in zip(got, want, ("weights", "ids"), strict=True):
-        mine = mine.cpu()
-        assert mine.dtype == theirs.dtype
-        if name == "weights":
-            mine, theirs = mine.view(torch.int32), theirs.view(torch.int32)
-        wrong = (mine != theirs).any(-1).nonzero()[:, 0].tolist()
-        assert not wrong, f"{name} of rows {wrong[:5]}: {mine[wrong[0]]}, not {theirs[wrong[0]]}"
-
-
 def assert_contract(got: Routed, experts: int) -> None:
     weights, ids = got
     assert bool(weights.isfinite().all())
@@ -76,7 +66,7 @@ def route(name: str, x: torch.Tensor, top_k: int, device: str, **keywords: Any) 
     want = getattr(reference, name)(x, top_k, **keywords)
     there = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
     got = getattr(kernels, name)(x.to(device), top_k, **there)
-    assert_same(got, want)
+    assert_same_bits([x.cpu() for x in got], want)
     return got
 
 
@@ -319,61 +309,51 @@ def test_out_is_written_and_returned(device: str, ids_dtype: torch.dtype) -> Non
     got = kernels.topk_softmax(x.to(device), 4, out=(weights, ids))
     assert got[0] is weights
     assert got[1] is ids
-    assert_same(got, reference.topk_softmax(x, 4, topk_ids_dtype=ids_dtype))
+    assert_same_bits([x.cpu() for x in got], reference.topk_softmax(x, 4, topk_ids_dtype=ids_dtype))
 
 
 def test_rows_may_lie_apart(device: str) -> None:
     wide = numbers(9, 96, torch.bfloat16).to(device)
     got = kernels.topk_softmax(wide[::2, :60], 4)
-    assert_same(got, reference.topk_softmax(wide[::2, :60].cpu(), 4))
+    assert_same_bits([x.cpu() for x in got], reference.topk_softmax(wide[::2, :60].cpu(), 4))
 
 
 X = torch.zeros(4, 8)
 MASK = torch.zeros(4, dtype=torch.bool)
-BAD_INPUTS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "rank": ("topk_softmax", {"router_logits": X[0]}, r"router_logits: expected .* rank 2"),
-    "dtype": ("topk_sigmoid", {"router_logits": X.double()}, r"router_logits: .*got torch.float64"),
-    "zero tokens": ("topk_softmax", {"router_logits": X[:0]}, r"router_logits: .* one token"),
-    "no experts": ("topk_softmax", {"router_logits": X[:, :0]}, r"router_logits: expected 1 to"),
-    "many experts": (
-        "topk_softmax",
-        {"router_logits": torch.zeros(1, 1025)},
-        r"router_logits: expected 1 to 1024 experts, got 1025",
-    ),
-    "layout": ("topk_softmax", {"router_logits": X.T}, r"router_logits: expected contiguous rows"),
-    "k over experts": ("topk_softmax", {"top_k": 9}, r"top_k: expected 1 to 8 experts, got 9"),
-    "k zero": ("topk_sigmoid", {"top_k": 0}, r"top_k: expected 1 to 8 experts, got 0"),
-    "k over 32": ("topk_softmax", {"router_logits": torch.zeros(1, 64), "top_k": 33}, r"top_k: .*1 to 32"),
-    "k a float": ("topk_softmax", {"top_k": 2.0}, r"top_k: expected 1 to 8 experts, got 2.0"),
-    "padding id": (
-        "topk_softmax",
-        {"is_padding": MASK, "padding_id": 2**31},
-        r"padding_id: expected a 32-bit",
-    ),
-    "padding id below": (
-        "topk_softmax",
-        {"is_padding": MASK, "padding_id": -(2**31) - 1},
-        r"padding_id: expected a 32-bit",
-    ),
-    "ids dtype": ("topk_softmax", {"topk_ids_dtype": torch.int16}, r"topk_ids_dtype: expected"),
-    "out": ("topk_softmax", {"out": X}, r"out: expected \(topk_weights, topk_ids\)"),
-    "groups": ("grouped_topk", {"num_expert_group": 3}, r"num_expert_group: expected a divisor"),
-    "no groups": ("grouped_topk", {"num_expert_group": 0}, r"num_expert_group: .* got 0"),
-    "groups of one": ("grouped_topk", {"num_expert_group": 8}, r"num_expert_group: .* two or more"),
-    "groups a float": ("grouped_topk", {"num_expert_group": 4.0}, r"num_expert_group: .* got 4.0"),
-    "group a float": ("grouped_topk", {"topk_group": 2.0}, r"topk_group: expected .* got 2.0"),
-    "no group": ("grouped_topk", {"topk_group": 0}, r"topk_group: expected 1 to 4 groups"),
-    "too few groups": ("grouped_topk", {"top_k": 5}, r"topk_group: .* 2 that hold top_k 5"),
-    "factor": ("grouped_topk", {"routed_scaling_factor": NAN}, r"routed_scaling_factor: expected"),
-    "big factor": ("topk_softmax", {"routed_scaling_factor": 1e39}, r"routed_scaling_factor: .*1e"),
-    "infinite factor": ("topk_sigmoid", {"routed_scaling_factor": INF}, r"routed_scaling_factor:"),
-    "negative infinite factor": ("topk_sigmoid", {"routed_scaling_factor": -INF}, r"routed_.* got -inf"),
+# Of topk_softmax, or of grouped_topk where a group is named.
+BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": ({"router_logits": X[0]}, r"router_logits: expected .* rank 2"),
+    "dtype": ({"router_logits": X.double()}, r"router_logits: .*got torch.float64"),
+    "zero tokens": ({"router_logits": X[:0]}, r"router_logits: .* one token"),
+    "no experts": ({"router_logits": X[:, :0]}, r"router_logits: expected 1 to"),
+    "many experts": ({"router_logits": torch.zeros(1, 1025)}, r"router_logits: expected 1 to 1024 experts"),
+    "layout": ({"router_logits": X.T}, r"router_logits: expected contiguous rows"),
+    "k over experts": ({"top_k": 9}, r"top_k: expected 1 to 8 experts, got 9"),
+    "k zero": ({"top_k": 0}, r"top_k: expected 1 to 8 experts, got 0"),
+    "k over 32": ({"router_logits": torch.zeros(1, 64), "top_k": 33}, r"top_k: .*1 to 32"),
+    "k a float": ({"top_k": 2.0}, r"top_k: expected 1 to 8 experts, got 2.0"),
+    "padding id": ({"is_padding": MASK, "padding_id": 2**31}, r"padding_id: expected a 32-bit"),
+    "padding id below": ({"is_padding": MASK, "padding_id": -(2**31) - 1}, r"padding_id: expected a 32-bit"),
+    "ids dtype": ({"topk_ids_dtype": torch.int16}, r"topk_ids_dtype: expected"),
+    "out": ({"out": X}, r"out: expected \(topk_weights, topk_ids\)"),
+    "groups": ({"num_expert_group": 3}, r"num_expert_group: expected a divisor"),
+    "no groups": ({"num_expert_group": 0}, r"num_expert_group: .* got 0"),
+    "groups of one": ({"num_expert_group": 8}, r"num_expert_group: .* two or more"),
+    "groups a float": ({"num_expert_group": 4.0}, r"num_expert_group: .* got 4.0"),
+    "group a float": ({"topk_group": 2.0}, r"topk_group: expected .* got 2.0"),
+    "no group": ({"topk_group": 0}, r"topk_group: expected 1 to 4 groups"),
+    "too few groups": ({"top_k": 5, "topk_group": 2}, r"topk_group: .* 2 that hold top_k 5"),
+    "factor": ({"routed_scaling_factor": NAN}, r"routed_scaling_factor: expected"),
+    "big factor": ({"routed_scaling_factor": 1e39}, r"routed_scaling_factor: .*1e"),
+    "infinite factor": ({"routed_scaling_factor": INF}, r"routed_scaling_factor:"),
+    "negative infinite factor": ({"routed_scaling_factor": -INF}, r"routed_.* got -inf"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_bad_input_is_named(device: str, case: str) -> None:
-    name, change, message = BAD_INPUTS[case]
+    change, message = BAD_INPUTS[case]
+    name = "topk_softmax" if {"num_expert_group", "topk_group"}.isdisjoint(change) else "grouped_topk"
     arguments = {"router_logits": X, "top_k": 2} | FUNCTIONS[name] | change
     with pytest.raises(ValueError, match=message):
         getattr(kernels, name)(**{key: moved(value, device) for key, value in arguments.items()})

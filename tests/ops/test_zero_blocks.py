@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from staleproof.cases import graph
 from staleproof.ops import zero_blocks as kernels
 from staleproof.ops import zero_kernel
 from staleproof.ops.reference import zero_blocks as reference
@@ -205,13 +206,6 @@ def test_what_caches_share_is_zeroed_once(device: str) -> None:
     assert raw.view(6, 96).eq(0).sum(1).tolist() == [0, 0, 0, 0, 96, 0]
 
 
-def test_a_neighbour_in_a_packed_layout_is_left_alone(device: str) -> None:
-    # Two layers take turns within one buffer (vLLM #50276): the stride is not the page.
-    packed = canaries(5 * 2 * 40, device).view(5, 2, 40)
-    BlockZeroer([packed[:, 0]]).zero([2])
-    assert packed.eq(0).sum(2).tolist() == [[0, 0], [0, 0], [40, 0], [0, 0], [0, 0]]
-
-
 def test_nothing_to_do(device: str) -> None:
     case = Case([plain(4, 32)], device)
     empty = torch.tensor([], dtype=torch.int32)
@@ -325,16 +319,13 @@ def test_freed_memory_is_an_error_before_any_store(device: str) -> None:
 def test_captured_with_ids_on_the_device(dtype: torch.dtype) -> None:
     case = Case([plain(40, 4096, kv=True), plain(40, 100)], "cuda")
     ids = torch.zeros(9, dtype=dtype, device="cuda")[1:]  # not even aligned
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        case.zeroer.zero(ids)
-    graph.replay()
+    captured = graph.capture(lambda: case.zeroer.zero(ids), on="cuda")
+    captured.replay()
     case.check()
     high = torch.iinfo(dtype).max
     for replay in ([5, 7, 0, 0, 0, 0, 0, 0], [-1, 40, 39, 1, 1, high, -high, 20], [0] * 8):
         ids.copy_(on_device(replay, "cuda", dtype))
-        graph.replay()
+        captured.replay()
         case.expect([i for i in replay if 0 < i < 40])
         case.check()
 
@@ -350,10 +341,6 @@ def test_short_lists_do_not_use_the_ring_and_keep_its_promises(count: int) -> No
         case.zeroer.zero([3, 3])
     with pytest.raises(ValueError, match=r"block_ids: expected a sequence of int64"):
         case.zeroer.zero([2.0])  # type: ignore[list-item]
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.zeros(1, device="cuda")
-        with pytest.raises(ValueError, match="where the current stream is capturing"):
-            case.zeroer.zero(ids)
 
 
 @pytest.mark.gpu
@@ -369,23 +356,6 @@ def test_more_blocks_than_an_axis_of_a_grid() -> None:
 def test_tensors_of_another_device_are_named() -> None:
     with pytest.raises(ValueError, match=r"kv_caches\[0\]: expected a cuda tensor, got cpu"):
         BlockZeroer([torch.zeros(4, 16)])
-
-
-def test_more_ids_than_a_grid_has_programs_are_several_launches(device: str, monkeypatch) -> None:
-    """Each launch starts at its own ids, and counts them alone."""
-    if device != "cpu":
-        pytest.skip("launches are recorded in place of Triton's")
-    launches: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(zero_kernel, "MOST", 5)
-    plan = BlockZeroer([torch.ones(9, 4)])._plan
-    ready = SimpleNamespace(on=lambda stream, grid, *arguments: launches.append((stream, grid, *arguments)))
-    plan._ready = {torch.int32: ready, torch.int64: ready}
-    for dtype, size in ((torch.int32, 4), (torch.int64, 8)):
-        launches.clear()
-        plan.launch(1000, 12, dtype, 77)
-        assert [(stream, grid[1]) for stream, grid, *_ in launches] == [(77, 5), (77, 5), (77, 2)]
-        starts = 1000, 1000 + 5 * size, 1000 + 10 * size
-        assert [(at, count) for _, _, _, at, count, *_ in launches] == [*zip(starts, (5, 5, 2), strict=True)]
 
 
 @pytest.fixture(name="gpu")
@@ -456,6 +426,17 @@ def test_a_gpu_loads_its_kernels_at_once_and_chooses_by_where_the_ids_are(gpu, m
         with pytest.raises(ValueError, match="where the current stream is capturing"):
             plan.zero_from_host(ids, ring)
     assert not gpu
+
+
+def test_more_ids_than_a_grid_has_programs_are_several_launches(gpu, monkeypatch) -> None:
+    """Each launch starts at its own ids, and counts them alone."""
+    monkeypatch.setattr(zero_kernel, "MOST", 5)
+    plan = BlockZeroer([torch.ones(9, 4)])._plan
+    for dtype, size in ((torch.int32, 4), (torch.int64, 8)):
+        gpu.clear()
+        plan.launch(1000, 12, dtype, 77)
+        launched = [(stream, grid[1], at, count) for _, stream, grid, _, at, count, *_ in gpu]
+        assert launched == [(77, n, 1000 + first * size, n) for first, n in ((0, 5), (5, 5), (10, 2))]
 
 
 def test_a_plan_for_the_caches_of_an_operator_cannot_be_made_while_a_stream_captures(
