@@ -235,11 +235,11 @@ def nothing(*_):
 def attend(change):
     """A right decode, and what ``change`` of its results and of the call makes of it."""
 
-    def kernel(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
-        call = SimpleNamespace(q=q, k=k_cache, v=v_cache, table=block_table, lens=seq_lens)
-        return change(*made.decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale), call)
+    def made_of(found, call):
+        call.k, call.v, call.table, call.lens = call.k_cache, call.v_cache, call.block_table, call.seq_lens
+        return change(*found, call)
 
-    return kernel
+    return then(made.decode, made_of)
 
 
 def plus(of):
@@ -334,11 +334,6 @@ def launch_with_the_latest_lengths(q, k_cache, v_cache, block_table, seq_lens, s
         return made.decode(q, k_cache, v_cache, block_table, _latest["lens"][: len(q)], softmax_scale)
 
     return launch
-
-
-def one_buffer(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
-    out, lse = made.decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale)
-    return _latest.setdefault(("out", *out.shape), torch.zeros_like(out)).copy_(out), lse
 
 
 def kept_mask(key: str):
@@ -638,7 +633,8 @@ ATTENTION = [
     )),
     ("A", instead(made.decode, q=at_first("q", shape_of)), {},
      broken("new tensors of the same shape: row 0 is off by 0.763", "address")),
-    ("A", one_buffer, {}, broken("the next call overwrites the result of this one", "address")),
+    ("A", one_memory(attend(lambda out, lse, call: out)), {},
+     broken("the next call overwrites the result of this one", "address")),
     ("A", launch_with_the_latest_lengths, {"prepared": True},
      broken("a launch recorded before a larger call gives other bits after it", "address")),
     *(("O", reads_behind(name), {}, broken(f"0xff behind {said} changes the result", "behind", "0xff", said))
@@ -891,8 +887,6 @@ OTHERS = [
     *(("routing", "0", route(lambda w, ids, _, id=id: (w, ids.index_fill(1, torch.tensor(3), id))), {},
        broken(f"id {id} of 16 experts", "clean")) for id in (-1, 16)),
     ("routing", "0", route(lambda w, ids, _: (w / 0, ids)), {}, broken("a weight is not finite", "clean")),
-    ("routing", "0", route(lambda w, ids, x: (w, (-x).topk(4, -1).indices)), {},
-     broken("not the experts with the largest logits", "clean")),
     ("routing", "0", route(), {"grouped": True}, broken("not the experts with the best groups", "clean")),
     ("routing", "0", grouped(lambda groups: groups.amax(-1)), {"grouped": True}, holding()),
     *(("routing", "0", grouped(lambda groups: groups.topk(2, -1).values.sum(-1), of), {"grouped": True},
@@ -1128,16 +1122,12 @@ OTHERS = [
     *(("experts", "X", refuses(kind), {}, holding(f"id -1: {kind.__name__}; id 4: {kind.__name__}"))
       for kind in (ValueError, IndexError, AssertionError, RuntimeError)),
     ("operands", "0", scaled, SCALED | {"reference": None}, unasked(UNCHECKED)),
-    ("operands", "0", scaled, SCALED | {"reference": lambda x, scale: (2 * x, x.sum(1) + 1)},
-     broken("not the reference: result 1: row 0 is off by 1", "clean")),
     ("operands", "0", lambda x, scale: (scaled(x, scale)[0], x.sum(1) * NAN), SCALED,
      broken("not the reference: result 1: row 0 is off by nan", "clean")),
     *(("operands", "0", kernel, SCALED, answer) for kernel, answer in (
         (lambda x, scale: scale * x, broken("not the reference: 1 results in place of 2", "clean")),
         (lambda x, scale: (*scaled(x, scale), x), unasked(f"{UNCHECKED} for 1 of 3 results")),
         (lambda x, scale: (*scaled(x, scale), x.zero_())[:2], broken("writes to x", "clean")),
-        (lambda x, scale: (scale * x[:1], x.sum(1)),
-         broken("not the reference: result 0 has shape (1, 4)", "clean")),
     )),
     ("operands", "0", lambda x, scale: scale * x, SCALED | {"reference": lambda x, scale: 2 * x}, holding()),
     ("operands", "0", lambda x: (x, not_twice(x)), SCALED, broken("other bits the second time", "clean")),

@@ -391,6 +391,8 @@ def test_a_wrong_result_beside_another_torch_is_no_break_of_the_kernel(monkeypat
     found = runner.judged(said, subject, runner.packages.Release("1.0"), clause)
     is_theirs = clause == "0" and said.verdict == BREAKS
     assert found == (absent("1.0 of it; what came: row 1") if is_theirs else said)
+    monkeypatch.setattr(runner.packages, "other_torch", lambda subject, release: "")
+    assert runner.judged(said, replace(subject, documented={}), RELEASE, clause) == said
 
 
 def test_our_own_operations_are_found_in_a_checkout_that_is_not_installed(monkeypatch):
