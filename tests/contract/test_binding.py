@@ -41,9 +41,9 @@ def right(x):
 
 
 def keyword(x):
-    from fastkernels.kernels import decode
+    from fastkernels.kernels import decode as attend
 
-    return decode(x, x, sm_scale=1.0)
+    return attend(x, x, sm_scale=1.0)
 
 
 def count(x):
