@@ -11,7 +11,6 @@ Exit code 1: a script did not show its break.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
 import subprocess
@@ -50,18 +49,16 @@ def commands(script: str) -> list[str]:
 
 
 def environment(installs: Sequence[str], folder: Path) -> Path:
-    """A fresh virtual environment with what these commands install; its Python.
+    """A new virtual environment in the folder with what these commands install; its Python.
 
     Raises:
         subprocess.CalledProcessError: pip failed.
     """
-    home = folder / hashlib.sha256("\n".join(installs).encode()).hexdigest()[:12]
+    home = Path(tempfile.mkdtemp(dir=folder))
     python = home / "bin/python"
-    if not (home / "done").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-        for command in installs:
-            subprocess.run([python, "-m", "pip", "-q", *command.split()], check=True, capture_output=True)
-        (home / "done").touch()
+    subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+    for command in installs:
+        subprocess.run([python, "-m", "pip", "-q", *command.split()], check=True, capture_output=True)
     return python
 
 
@@ -107,7 +104,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", default="", help="rows whose package, version or subject holds this")
-    parser.add_argument("--folder", type=Path, help="where the environments go; a temporary one")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args()
     asked = [
@@ -115,10 +111,9 @@ def main() -> int:
         for row in read_findings(given.file)
         if row.script and given.only in f"{row.release} {row.variant}"
     ]
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
-        folder = given.folder or Path(temporary)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
         needed = sorted({"\n".join(commands(row.script)) for row in asked})
-        pythons = {installs: environment(installs.split("\n"), folder) for installs in needed}
+        pythons = {installs: environment(installs.split("\n"), Path(folder)) for installs in needed}
 
         def ask(row: Finding) -> Ended:
             return ending(row.script, pythons["\n".join(commands(row.script))])

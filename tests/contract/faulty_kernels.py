@@ -242,16 +242,6 @@ def experts(x, w1, w2, topk_weights, topk_ids):
     return expert_sum({"x": x, "w1": w1, "w2": w2, "topk_weights": topk_weights, "topk_ids": topk_ids})
 
 
-def experts_once(x, w1, w2, topk_weights, topk_ids):
-    again = topk_ids[:, 1:] == topk_ids[:, :1]
-    weights = topk_weights.index_put((again.nonzero()[:, 0], torch.tensor(1)), torch.tensor(0.0))
-    return experts(x, w1, w2, weights, topk_ids)
-
-
-def experts_mix(x, w1, w2, topk_weights, topk_ids):
-    return experts(x, w1, w2, topk_weights, topk_ids) + 0 * x.mean()
-
-
 def ragged(x, starts):
     out = torch.zeros_like(x)
     for start, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):

@@ -41,9 +41,9 @@ def right(x):
 
 
 def keyword(x):
-    from fastkernels.kernels import decode
+    from fastkernels.kernels import decode as attend
 
-    return decode(x, x, sm_scale=1.0)
+    return attend(x, x, sm_scale=1.0)
 
 
 def count(x):
@@ -66,10 +66,31 @@ def name(x):
     return encode(x)
 
 
+def handed_on(x):
+    from fastkernels.kernels import Wrapper as Made
+    from fastkernels.kernels import decode as attend
+
+    given = {"scale": 1.0}
+    attend(*x)
+    attend(x, **given)
+    Made(x).plan(1, 2, 3)
+    return attend(x, x, scale=given)
+
+
+def badly_made(x):
+    from fastkernels.kernels import Wrapper
+
+    wrapper = Wrapper()
+    return wrapper.plan(x, x)
+
+
 @pytest.mark.parametrize(
     ("adapter", "why"),
     [
         (right, ""),
+        # What is handed on is not checked, and how a class is made is.
+        (handed_on, ""),
+        (badly_made, "__init__: missing a required argument: 'workspace'"),
         (keyword, "decode: missing a required (keyword-only )?argument: 'scale'"),
         (count, "plan: missing a required argument: 'pages'"),
         (method, "Wrapper has no forward"),
@@ -133,30 +154,6 @@ def test_a_definition_is_found_through_the_imports_of_a_package(tmp_path, monkey
         release = Release("1.0")
     said = problem(short, release)
     assert said.startswith(why) if why else said == ""
-
-
-def handed_on(x):
-    from fastkernels.kernels import Wrapper as Made
-    from fastkernels.kernels import decode as attend
-
-    given = {"scale": 1.0}
-    attend(*x)
-    attend(x, **given)
-    Made(x).plan(1, 2, 3)
-    return attend(x, x, scale=given)
-
-
-def badly_made(x):
-    from fastkernels.kernels import Wrapper
-
-    wrapper = Wrapper()
-    return wrapper.plan(x, x)
-
-
-def test_what_is_handed_on_is_not_checked_and_how_a_class_is_made_is(tmp_path):
-    release = _release(tmp_path)
-    assert problem(handed_on, release) == ""
-    assert problem(badly_made, release) == "__init__: missing a required argument: 'workspace'"
 
 
 def test_flashinfers_compiled_kernels_bind():

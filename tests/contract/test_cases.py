@@ -230,51 +230,55 @@ REST = [replace(ROW, question=clause) for clause in "RO"]
 ABSENT = replace(ROW, verdict=NOT_RUN, note="no GPU")
 
 
-def test_a_kernel_that_ran_is_not_asked_again_and_one_that_did_not_is_asked_everything():
-    everything = ("0", "E", "R", "O")
-    assert cases.open_clauses(SUBJECT, "kernels 1.0", [ROW, BROKEN, *REST]) == ()
-    # Also where no release is here.
-    assert cases.open_clauses(SUBJECT, "kernels", [ROW, BROKEN, *REST]) == ()
-    assert cases.open_clauses(SUBJECT, "kernels 1.0", [ABSENT]) == everything
-    assert cases.open_clauses(SUBJECT, "kernels 2.0", [ROW]) == everything
-    assert cases.open_clauses(SUBJECT, "kernels 1.0", [replace(ROW, variant="other")]) == everything
+EVERYTHING = ("0", "E", "R", "O")
+WHOLE = [ROW, BROKEN, *REST]
+OPEN = {
+    "it ran": ("kernels 1.0", WHOLE, (), ()),
+    "it ran, and no release is here": ("kernels", WHOLE, (), ()),
+    "it did not run": ("kernels 1.0", [ABSENT], (), EVERYTHING),
+    "another release ran": ("kernels 2.0", [ROW], (), EVERYTHING),
+    "another kernel ran": ("kernels 1.0", [replace(ROW, variant="other")], (), EVERYTHING),
+    "the earlier audit did not know a clause": ("kernels 1.0", [ROW, BROKEN, REST[0]], (), ("0", "O")),
+    # An answer to the others all the same.
+    "clause 0 has no reference": (
+        "kernels 1.0", [replace(ABSENT, note="not checked, no reference"), BROKEN, *REST], (), (),
+    ),
+    "broken clauses again": ("kernels 1.0", WHOLE, (BREAKS,), ("0", "E")),
+    "broken clauses again, and none is": (
+        "kernels 1.0", [ROW, replace(BROKEN, verdict=HOLDS), *REST], (BREAKS,), (),
+    ),
+}  # fmt: skip
 
 
-def test_a_clause_that_the_earlier_audit_did_not_know_is_asked():
-    assert cases.open_clauses(SUBJECT, "kernels 1.0", [ROW, BROKEN, REST[0]]) == ("0", "O")
-    # Clause 0 without a reference is an answer to the others all the same.
-    unchecked = replace(ROW, verdict=NOT_RUN, note="not checked, no reference")
-    assert cases.open_clauses(SUBJECT, "kernels 1.0", [unchecked, BROKEN, *REST]) == ()
+@pytest.mark.parametrize(("release", "known", "again", "asked"), OPEN.values(), ids=OPEN)
+def test_a_kernel_is_asked_what_an_earlier_audit_left_open(release, known, again, asked):
+    assert cases.open_clauses(SUBJECT, release, known, again) == asked
 
 
-def test_broken_clauses_are_asked_again_with_clean_input_before_them():
-    again = (BREAKS,)
-    assert cases.open_clauses(SUBJECT, "kernels 1.0", [ROW, BROKEN, *REST], again) == ("0", "E")
-    whole = replace(BROKEN, verdict=HOLDS)
-    assert cases.open_clauses(SUBJECT, "kernels 1.0", [ROW, whole, *REST], again) == ()
+RENEWED, NEWER = replace(BROKEN, script="new\n"), replace(ABSENT, note="no such GPU")
+LATE = replace(ROW, verdict=BREAKS, note="no answer within 40 s")
+NOWHERE = replace(ABSENT, release="kernels", note="kernels is not here")
 
 
-def test_an_answer_replaces_a_gap_and_a_gap_replaces_no_answer():
-    assert cases.merged([ABSENT], [ROW]) == [ROW]
-    assert cases.merged([ROW], [ABSENT]) == [ROW]
-    newer = replace(ABSENT, note="no such GPU")
-    assert cases.merged([ABSENT], [newer]) == [newer]
-    renewed = replace(BROKEN, script="new\n")
-    assert cases.merged([ROW, BROKEN], [renewed]) == [ROW, renewed]
-
-
-def test_an_answer_that_did_not_come_in_time_replaces_no_answer():
-    late = replace(ROW, verdict=BREAKS, note="no answer within 40 s")
-    assert cases.merged([ROW], [late]) == [ROW]
-    assert cases.merged([late], [ROW]) == [ROW]
-    assert cases.merged([ABSENT], [late]) == [late]
-
-
-def test_a_package_that_was_not_there_goes_when_a_release_of_it_came():
-    nowhere = replace(ABSENT, release="kernels", note="kernels is not here")
-    assert cases.merged([nowhere], [ROW]) == [ROW]
-    assert cases.merged([ROW], [nowhere]) == [ROW]
-    assert cases.merged([nowhere], []) == [nowhere]
+@pytest.mark.parametrize(
+    ("known", "new", "both"),
+    [
+        ([ABSENT], [ROW], [ROW]),
+        ([ROW], [ABSENT], [ROW]),
+        ([ABSENT], [NEWER], [NEWER]),
+        ([ROW, BROKEN], [RENEWED], [ROW, RENEWED]),
+        # What did not come in time replaces no answer.
+        ([ROW], [LATE], [ROW]),
+        ([LATE], [ROW], [ROW]),
+        ([ABSENT], [LATE], [LATE]),
+        # A package that was not there goes when a release of it came.
+        ([NOWHERE], [ROW], [ROW]),
+        ([ROW], [NOWHERE], [ROW]),
+        ([NOWHERE], [], [NOWHERE]),
+    ],
+)
+def test_an_answer_replaces_a_gap_and_a_gap_replaces_no_answer(known, new, both):
+    assert cases.merged(known, new) == both
 
 
 def test_an_audit_of_another_machine_is_refused():

@@ -13,7 +13,7 @@ from staleproof.cli.app import main
 from staleproof.contract import contract
 from staleproof.contract.contract import BREAKS, CLAUSES, CONTRACT, HOLDS, KINDS, UNDEFINED
 from staleproof.kernels.subject import ARGUMENTS, SIZES
-from staleproof.report.audit import by_machine, heat_map, print_changes
+from staleproof.report.audit import by_machine, print_changes
 
 ROW = Finding(
     *(CONTRACT, "E", "decode", CONTRACT, BREAKS, "kernels 1.0"), machine={"name": "CPU"}, note="NaN"
@@ -62,8 +62,6 @@ def test_a_kernel_of_two_machines_has_one_line_of_the_gpu():
     assert found["decode"] == ("GPU", HOLDS)
     assert found["cpu only"] == ("CPU", BREAKS)
     assert len(by_machine([*cpu, *gpu])) == 3
-    labels = [label.get_text() for label in heat_map([*cpu, *gpu]).axes[0].get_yticklabels()]
-    assert sorted(labels) == ["1.0 cpu only (CPU)", "1.0 decode"]
 
 
 def test_the_document_has_every_clause_and_counts_what_the_recorded_audits_hold():

@@ -33,7 +33,7 @@ PLUGIN = ("-p", "no:staleproof", "-p", "staleproof.contract.pytest_plugin", "-p"
 
 def test_a_broken_clause_fails_with_its_counterexample(pytester):
     pytester.makepyfile(my_kernels=MODULE)
-    result = pytester.runpytest_subprocess(*PLUGIN, "--padding-contract", "my_kernels.py", "-rs", "-v")
+    result = pytester.runpytest_inprocess(*PLUGIN, "--padding-contract", "my_kernels.py", "-rs", "-v")
     result.assert_outcomes(passed=5, failed=1, skipped=2)
     result.stdout.fnmatch_lines(
         ["*right[[]R] PASSED*", "*per tensor[[]R] FAILED*", "clause R: Live rows keep their bits*"]

@@ -74,6 +74,8 @@ def test_nothing_is_made_for_clean_input_or_a_clause_that_holds(clause):
     subject = OURS["mla_decode"]
     assert scripts.counterexample(subject, Release("1"), clause, ("clean",)) == ""
     assert scripts.counterexample(subject, Release("1"), clause, ()) == ""
+    # It takes no query_start_loc.
+    assert scripts.counterexample(subject, Release("1"), clause, ("spare", "nan")) == ""
 
 
 def test_a_script_fails_for_a_kernel_that_breaks_the_clause(tmp_path):
@@ -85,12 +87,9 @@ def test_a_script_fails_for_a_kernel_that_breaks_the_clause(tmp_path):
     assert re.search(r"got tensor\(\[nan, nan, nan, nan\][^\]]*\)$", done.stderr.rstrip())
 
 
-@pytest.mark.parametrize("case", CASES["attention"], ids=lambda case: " ".join(case)[:25])
+@pytest.mark.parametrize("case", CASES["attention"][:-1], ids=lambda case: " ".join(case)[:25])
 def test_the_same_scripts_pass_for_a_right_kernel(tmp_path, case):
     text = scripts.counterexample(OURS["mla_decode"], Release("1"), "E", case)
-    if case[0] == "spare":
-        assert text == "", "it takes no query_start_loc"
-        return
     done = _run(text, tmp_path, str(Path(__file__).parents[2] / "src"))
     assert done.returncode == 0, done.stderr
 
@@ -191,12 +190,6 @@ def test_vllms_script_runs_on_its_real_package(tmp_path):
     right = replace(subject, call=OURS["mla_decode"].call, shape={"layout": "mla"})
     text = scripts.counterexample(right, Release("0.33.0"), "E", ("empty",))
     assert _run(text, tmp_path, str(Path(__file__).parents[2] / "src")).returncode == 0
-
-
-def test_a_script_chooses_its_device_itself():
-    text = "import os\nassert 'TRITON_INTERPRET' not in os.environ\n"
-    ended = children.call(scripts.run_alone, text, [], timeout_s=60, env={"TRITON_INTERPRET": "1"})
-    assert (ended.code, ended.stderr) == (0, "")
 
 
 def test_every_recorded_script_is_short_stands_alone_and_says_what_to_install():

@@ -108,30 +108,37 @@ def _apply(name: str, folder: Path) -> None:
 def _folder(module: str, version: str) -> Path:
     """Where the sources of a release lie; without them the test is skipped."""
     subject = subjects_of(load_module(f"staleproof.kernels.{module}"))[0]
-    folders = [r.folder for r in packages._cached(subject.package) if r.version == version and r.folder]
+    folders = packages.unpacked(subject.package, version)
     if not folders:
         pytest.skip(f"{subject.package} {version} is not in the cache")
     return folders[-1]
+
+
+def _copy(folder: Path, tmp_path: Path, *files: str) -> None:
+    """Copy files or packages of a release; without one of them the test is skipped."""
+    for source, copy in ((folder / file, tmp_path / file) for file in files):
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            shutil.copy(source, copy)
+        else:
+            pytest.skip(f"{source} is not in the cache")
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_patch_of_compiled_sources_fits_them(tmp_path, name):
     folder = _folder(*COMPILED[name])
     (patch,) = _blocks(name, "diff")
-    for file in re.findall(r"^--- a/(.+)$", patch, re.MULTILINE):
-        if not (folder / file).exists():
-            pytest.skip(f"{file} is not in the cache")
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / file, tmp_path / file)
+    _copy(folder, tmp_path, *re.findall(r"^--- a/(.+)$", patch, re.MULTILINE))
     _apply(name, tmp_path)
 
 
 def test_the_patch_of_flex_attention_lets_the_script_end_quietly(tmp_path):
     if torch.__version__.partition("+")[0] != "2.13.0":
         pytest.skip("the patch is for torch 2.13.0")
-    module = Path("torch/_higher_order_ops/flex_attention.py")
-    (tmp_path / module).parent.mkdir(parents=True)
-    shutil.copy(Path(torch.__file__).parents[1] / module, tmp_path / module)
+    module = "torch/_higher_order_ops/flex_attention.py"
+    _copy(Path(torch.__file__).parents[1], tmp_path, module)
     _apply(TORCH, tmp_path)
     (script,) = _blocks(TORCH, "python")
     # The module in place of the installed one, before anything imports it.
@@ -176,11 +183,7 @@ print(bool((out[2] == 0).all() and (lse[2] == float("-inf")).all()))
 def test_the_patch_of_flashinfers_merge_gives_the_other_part_and_zeros(tmp_path):
     folder = _folder("flashinfer", "0.7.2.post1")
     file, compiled = (f"flashinfer/{name}" for name in ("triton/kernels/cascade.py", CUH))
-    for name in (file, compiled):
-        if not (folder / name).exists():
-            pytest.skip(f"{name} is not in the cache")
-        (tmp_path / name).parent.mkdir(parents=True)
-        shutil.copy(folder / name, tmp_path / name)
+    _copy(folder, tmp_path, file, compiled)
     said = []
     for patched in (False, True):
         if patched:
@@ -197,19 +200,11 @@ def test_the_patch_mends_the_clause_and_changes_no_other(tmp_path, name):
     module, version, wanted, clause = PATCHED[name]
     module = f"staleproof.kernels.{module}"
     subject = next(s for s in subjects_of(load_module(module)) if s.name == wanted)
-    folders = [r.folder for r in packages.releases(subject) if r.version == version and r.folder]
-    if not folders:
-        pytest.skip(f"{subject.package} {version} is not in the cache")
+    folder = _folder(PATCHED[name][0], version)
     whole = {"fla": "fla", "liger": "liger_kernel"}.get(PATCHED[name][0], "")
     top = subject.files[0].partition(".")[0] if subject.files else whole
     files = [file.replace(".", "/") + ".py" for file in subject.files] or [whole]
-    for file in files:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        source = folders[0] / file
-        if source.is_dir():
-            shutil.copytree(source, tmp_path / file, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, tmp_path / file)
+    _copy(folder, tmp_path, *files)
     release = packages.Release(version, tmp_path)
     before = _ask(subject, module, release, clause)
     assert before[clause].verdict == (NOT_RUN if name in UNASKED else BREAKS)

@@ -146,6 +146,12 @@ def _right_lengths(table, size, starts, q_len, kv_len):
     assert (q_len, kv_len) == (int(starts.diff().max()), table.shape[1] * size)
 
 
+def attend_pages(q, k, v, starts, q_len, lengths, kv_len, table, scale):
+    _right_lengths(table, k.shape[1], starts, q_len, kv_len)
+    keys, values = (paged(x, table, lengths) for x in (k, v))
+    return attend(q, starts, keys, values, scale)
+
+
 @of("vllm.v1.attention.ops.triton_unified_attention")
 def unified_attention(
     q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
@@ -154,9 +160,8 @@ def unified_attention(
     assert (causal, window_size, softcap, q_descale, k_descale, v_descale) == (
         True, (-1, -1), 0, None, None, None,
     )  # fmt: skip
-    _right_lengths(block_table, k.shape[1], cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    keys, values = (paged(x, block_table, seqused_k) for x in (k, v))
-    into(out, attend(q, cu_seqlens_q, keys, values, softmax_scale)[0], int(cu_seqlens_q[-1]))
+    given = cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, block_table, softmax_scale
+    into(out, attend_pages(q, k, v, *given)[0], int(cu_seqlens_q[-1]))
 
 
 def _after_a_prefix(q, starts, prefix, new, scale):
@@ -194,11 +199,10 @@ def flash_attn_varlen_func(
 ):  # fmt: skip
     CHOSEN.append((fa_version, num_splits))
     assert causal
-    _right_lengths(block_table, k.shape[1], cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     # With q_v, V is the latent, which is part of the keys too.
     q, k = (q, k) if q_v is None else (torch.cat([q_v, q], -1), torch.cat([v, k], -1))
-    keys, values = (paged(x, block_table, seqused_k) for x in (k, v))
-    return into(out, attend(q, cu_seqlens_q, keys, values, softmax_scale)[0], int(cu_seqlens_q[-1]))
+    given = cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, block_table, softmax_scale
+    return into(out, attend_pages(q, k, v, *given)[0], int(cu_seqlens_q[-1]))
 
 
 @of("vllm.v1.attention.ops.flashmla")
@@ -231,9 +235,8 @@ also("flash_mla", get_mla_metadata=lambda: ("plan", None), flash_mla_with_kvcach
 
 def _cute(q, k, v, *, cu_seqlens_q, max_seqlen_q, max_seqlen_k, seqused_k, page_table, softmax_scale, causal):
     assert causal
-    _right_lengths(page_table, k.shape[1], cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    keys, values = (paged(x, page_table, seqused_k) for x in (k, v))
-    return attend(q, cu_seqlens_q, keys, values, softmax_scale)
+    given = cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, page_table, softmax_scale
+    return attend_pages(q, k, v, *given)
 
 
 also("flash_attn.cute", flash_attn_varlen_func=_cute)
@@ -407,9 +410,7 @@ def varlen_attn(
 ):
     # A window without an end on the left and of no token on the right is causal.
     assert (cu_seq_k, window_size, key.shape[1] % 256) == (None, (-1, 0), 0)
-    _right_lengths(block_table, key.shape[1], cu_seq_q, max_q, max_k)
-    keys, values = (paged(x, block_table, seqused_k) for x in (key, value))
-    return attend(query, cu_seq_q, keys, values, scale)[0]
+    return attend_pages(query, key, value, cu_seq_q, max_q, seqused_k, max_k, block_table, scale)[0]
 
 
 def flash_attention_forward(
@@ -613,6 +614,10 @@ def per_token_group_quant_fp8(x, group_size):
     return _groups(x, group_size)
 
 
+_FP8 = "sglang.kernels.ops.quantization.fp8_kernel"
+also(_FP8, _per_token_group_quant_8bit_raw=per_token_group_quant_fp8)
+
+
 def _fp8_quant(input, use_per_token_if_dynamic=False):
     return _groups(input, input.shape[1]) if use_per_token_if_dynamic else _whole(input)
 
@@ -642,17 +647,11 @@ def per_token_group_quant_int8(x, group_size):
     return _groups(x, group_size, torch.int8, 127.0)
 
 
-@of("sglang.kernels.ops.quantization.fp8_kernel")
+@of(_FP8)
 def per_tensor_quant_mla_fp8(x, x_s_out):
     assert (x.ndim, x_s_out.dtype, x_s_out.tolist()) == (3, torch.float32, [0.0])
     values, scale = _whole(x)
     return values, x_s_out.copy_(scale)
-
-
-@of("sglang.kernels.ops.quantization.fp8_kernel")
-def _per_token_group_quant_8bit_raw(x, group_size):
-    CHOSEN.append(group_size)
-    return _groups(x, group_size)
 
 
 @of("flashinfer")

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import warm
 
-from staleproof.contract import runner
-from staleproof.contract.contract import breaks
 from staleproof.kernels import packages, vllm_matmul_ogs
 from staleproof.kernels.subject import Subject
 
@@ -299,17 +297,6 @@ def test_a_kernel_of_triton_sources_and_one_of_the_users_run_no_library_of_the_p
     assert packages.other_torch(sources, release) == ""
     assert packages.other_torch(Subject("x", "rows", _fast), release) == ""
     assert packages.other_torch(Subject("x", "rows", print, package="fast-kernels"), release) == ""
-
-
-def test_a_kernel_that_is_wrong_on_clean_input_did_not_run_if_its_library_is_of_another_torch(built):
-    subject = Subject("x", "rows", _fast, package="fast-kernels")
-    wrong, release = breaks("raises RuntimeError: dim == 2 or dim == 3"), built(60)
-    found = runner.judged(wrong, subject, release, "0")
-    assert found.verdict == "not run"
-    assert found.note == f"{packages.other_torch(subject, release)}; what came: {wrong.note}"
-    # Right on clean input, it reads its tensors where they are.
-    assert runner.judged(wrong, subject, release, "R") == wrong
-    assert runner.judged(wrong, subject, built(41), "0") == wrong
 
 
 def test_triton_kernels_come_from_the_cache_or_an_installed_vllm(tmp_path, monkeypatch):

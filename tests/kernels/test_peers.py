@@ -217,7 +217,27 @@ def test_flashmla_says_what_it_needs(monkeypatch, tmp_path):
     assert vllm_kernels.flashmla().unavailable_reason is None
 
 
-def test_flashmla_gets_the_arguments_that_vllm_gives_it(monkeypatch):
+@pytest.fixture(name="flashmla")
+def flashmla_fixture(monkeypatch):
+    """Decodes with a library of these functions: its result, and that of the reference."""
+
+    def run(block_table, seq_lens, *q_len, library="_flashmla_C", e4m3=False, out=None, **functions):
+        q, kv_cache = torch.randn(len(seq_lens), *q_len, 16, 576), torch.randn(5, 64, 576)
+        kv_cache = kv_cache.to(E4M3) if e4m3 else kv_cache
+        block_table, seq_lens = (torch.tensor(x, dtype=torch.int32) for x in (block_table, seq_lens))
+        loaded = []
+        monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+        monkeypatch.setattr(torch.ops, library, SimpleNamespace(**functions), raising=False)
+        monkeypatch.setattr(vllm_kernels, "flashmla_library", lambda: Path("wheel/_flashmla_C.abi3.so"))
+        found = vllm_kernels.flashmla().prepare(q, kv_cache, block_table, seq_lens, 0.1, None, out)()
+        assert loaded == [f"wheel/{library}.abi3.so"]
+        q = q.to(E4M3).float() if e4m3 else q
+        return found, mla_decode(q, kv_cache.float(), block_table, seq_lens, softmax_scale=0.1)
+
+    return run
+
+
+def test_flashmla_gets_the_arguments_that_vllm_gives_it(flashmla):
     calls = []
 
     def decode(q, kv, rank, lengths, table, scale, causal, plan, splits, out):
@@ -226,22 +246,14 @@ def test_flashmla_gets_the_arguments_that_vllm_gives_it(monkeypatch):
         out[:, 0] = want
         return out, lse[:, :, None], "a plan", "splits"
 
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    monkeypatch.setattr(torch.ops, "_flashmla_C", SimpleNamespace(dense_decode_fwd=decode), raising=False)
-    monkeypatch.setattr(vllm_kernels, "flashmla_library", lambda: Path("_flashmla_C.abi3.so"))
-    q, kv_cache, block_table, seq_lens = (x.float() if x.is_floating_point() else x for x in call())
-    q, kv_cache = torch.randn_like(q), torch.randn_like(kv_cache)
-    block_table = torch.tensor([[1, 4], [2, 99], [77, -1]], dtype=torch.int32)
-    out, lse = vllm_kernels.flashmla().prepare(q, kv_cache, block_table, seq_lens, 0.1, None, None)()
-    want, want_lse = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.1)
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(lse, want_lse)
+    found, right = flashmla([[1, 4], [2, 99], [77, -1]], [65, 64, 0], dense_decode_fwd=decode)
+    torch.testing.assert_close(found, right)
     first, second = calls
     assert first == ((3, 1, 16, 576), (5, 64, 1, 576), 512, [[1, 4], [2, 0], [0, 0]], False, None, None)
     assert second[-2:] == ("a plan", "splits")
 
 
-def test_flashmla_writes_the_heads_of_several_query_tokens_as_one_axis(monkeypatch):
+def test_flashmla_writes_the_heads_of_several_query_tokens_as_one_axis(flashmla):
     def decode(q, kv, rank, lengths, table, scale, causal, plan, splits, out):
         assert causal
         want, lse = mla_decode(q, kv[:, :, 0], table, lengths, softmax_scale=scale)
@@ -249,21 +261,13 @@ def test_flashmla_writes_the_heads_of_several_query_tokens_as_one_axis(monkeypat
         out.copy_(want.reshape(out.shape))
         return out, lse, "a plan", "splits"
 
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    monkeypatch.setattr(torch.ops, "_flashmla_C", SimpleNamespace(dense_decode_fwd=decode), raising=False)
-    monkeypatch.setattr(vllm_kernels, "flashmla_library", lambda: Path("_flashmla_C.abi3.so"))
-    q, kv_cache = torch.randn(2, 2, 16, 576), torch.randn(5, 64, 576)
-    block_table, seq_lens = torch.tensor([[1], [2]], dtype=torch.int32), torch.tensor([60, 7]).int()
-    out, lse = vllm_kernels.flashmla().prepare(q, kv_cache, block_table, seq_lens, 0.1, None, None)()
-    want, _ = mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale=0.1)
+    (out, lse), (want, _) = flashmla([[1], [2]], [60, 7], 2, dense_decode_fwd=decode)
     torch.testing.assert_close(out, want)
     # Its lse has another order of tokens and heads.
     assert lse is None
 
 
-def test_flashmla_reads_an_e4m3_cache_with_e4m3_queries(monkeypatch):
-    loaded = []
-
+def test_flashmla_reads_an_e4m3_cache_with_e4m3_queries(flashmla):
     def metadata(lengths, rows, kv_heads):
         assert (rows, kv_heads) == (16, 1)
         return "a plan", lengths
@@ -275,20 +279,15 @@ def test_flashmla_reads_an_e4m3_cache_with_e4m3_queries(monkeypatch):
         out, lse = mla_decode(q[:, 0].float(), kv[:, :, 0].float(), table, lengths, softmax_scale=scale)
         return out[:, None], lse[..., None]
 
-    kernels = SimpleNamespace(fwd_kvcache_mla_fp8=decode, get_mla_decoding_metadata_dense_fp8=metadata)
-    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
-    monkeypatch.setattr(torch.ops, "_flashmla_extension_C", kernels, raising=False)
-    monkeypatch.setattr(vllm_kernels, "flashmla_library", lambda: Path("wheel/_flashmla_C.abi3.so"))
-    q, kv_cache = torch.randn(2, 16, 576), torch.randn(5, 64, 576).to(E4M3)
-    block_table, seq_lens = torch.tensor([[1], [2]], dtype=torch.int32), torch.tensor([60, 7]).int()
+    kernels = {"fwd_kvcache_mla_fp8": decode, "get_mla_decoding_metadata_dense_fp8": metadata}
     kept = torch.empty(2, 16, 512)
-    out, lse = vllm_kernels.flashmla().prepare(q, kv_cache, block_table, seq_lens, 0.1, None, kept)()
-    given = q.to(E4M3).float(), kv_cache.float(), block_table, seq_lens
-    want, _ = mla_decode(*given, softmax_scale=0.1)
+    (out, lse), (want, _) = flashmla(
+        [[1], [2]], [60, 7], library="_flashmla_extension_C", e4m3=True, out=kept, **kernels
+    )
     torch.testing.assert_close(out, want)
     # What is compared was written before the launch that is timed.
     torch.testing.assert_close(kept, want)
-    assert (lse, loaded) == (None, ["wheel/_flashmla_extension_C.abi3.so"])
+    assert lse is None
 
 
 @pytest.mark.gpu

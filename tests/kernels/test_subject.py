@@ -22,19 +22,17 @@ def test_a_decorated_function_stays_as_it_is():
     assert (subject.name, subject.kind, subject.clauses) == ("double", "rows", ("0", "R", "W", "O"))
 
 
-def test_a_size_that_its_kind_has_not_is_refused():
-    with pytest.raises(ValueError, match=r"page_sise: expected a size of attention: .*page_size.*, got"):
-        audit.attention(page_sise=16)
-
-
-def test_a_clause_that_its_kind_has_not_is_refused():
-    with pytest.raises(ValueError, match="documented: expected clauses of rows: 0, R, W, O, got E"):
-        audit.rows(documented={"E": "rows of padding are left"})
-
-
-def test_an_unknown_need_is_refused():
-    with pytest.raises(ValueError, match="needs: expected"):
-        audit.rows(needs="sm80")
+@pytest.mark.parametrize(
+    ("kind", "given", "said"),
+    [
+        ("attention", {"page_sise": 16}, "page_sise: expected a size of attention: .*page_size.*, got"),
+        ("rows", {"documented": {"E": "left"}}, "documented: expected clauses of rows: 0, R, W, O, got E"),
+        ("rows", {"needs": "sm80"}, "needs: expected"),
+    ],
+)
+def test_what_its_kind_has_not_is_refused(kind, given, said):
+    with pytest.raises(ValueError, match=said):
+        getattr(audit, kind)(**given)
 
 
 def test_a_kernel_gets_the_arguments_that_it_names():
