@@ -140,7 +140,7 @@ def test_no_circle_of_rooms_is_allowed():
 )
 def test_each_rule_catches_an_import_against_it(tmp_path, file, source, target):
     modules = "ops/fp8 vllm/hooks evidence/canary cases/children incidents/a/broken incidents/b/broken"
-    for module in f"{modules} report/plots cli".split():
+    for module in f"{modules} report/plots check cli".split():
         path = tmp_path / f"{module}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("from __future__ import annotations\n")

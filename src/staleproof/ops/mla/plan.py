@@ -229,7 +229,7 @@ class Work(NamedTuple):
 
         >>> work = Work(128, 128, 1, 64, 128 * 64, 132)
         >>> [round(work.microseconds(Cut("pairs", parts))) for parts in (0, 66)]
-        [261, 262]
+        [270, 271]
         """
         is_even = self.total == self.batch * self.tiles
         rows = self.q_len * self.heads
