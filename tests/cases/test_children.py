@@ -218,8 +218,10 @@ def test_the_rank_that_failed_is_named_and_the_others_are_ended():
     assert time.monotonic() - begin < 60
 
 
-def test_ranks_that_hang_are_ended():
-    with pytest.raises(ChildError, match=r"^the ranks gave no answer within 0 s$"):
+@pytest.mark.parametrize(("on_cpu", "limit"), [(True, 1), (False, 0)])
+def test_ranks_that_hang_are_ended_later_on_a_cpu(monkeypatch, on_cpu, limit):
+    monkeypatch.setattr(children.device, "interpreting", lambda: on_cpu)
+    with pytest.raises(ChildError, match=rf"^the ranks gave no answer within {limit} s$"):
         children.call_ranks(jobs.meet, 2, 7, timeout_s=0.3)
 
 

@@ -34,16 +34,20 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from staleproof import device
 from staleproof.check import require
 
 # Names the file of a child's answers. Not its standard output: libraries print there.
 REPORT = "STALEPROOF_CHILD_REPORT"
 
+# Ranks on a CPU have so many times as long as on a GPU: they share its few cores. Four servers of incident 3,
+# one after the other, took more than 90 s on one machine of two cores, and less on another.
+CPU_PATIENCE = 4
 # What the server imports, as far as the caller has.
 PRELOADED = ("numpy", "torch", "triton")
 # Read when they are used, so that they may differ between children of one server. Every other variable is
@@ -190,20 +194,19 @@ def _run_forked(env: Mapping[str, str], folder: str, path: list[str], files: Map
 class Child:
     """One running child process; see :func:`start`."""
 
-    def __init__(self, order: bytes, env: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], order: bytes, env: Mapping[str, str], prefixed: bool) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="staleproof-")
         names = ("order", "report", "stdout", "stderr")
         self._files = files = {name: Path(self._folder.name) / name for name in names}
         files["order"].write_bytes(order)
         whole = {**os.environ, **env, REPORT: str(files["report"])}
-        command = [sys.executable, "-m", "staleproof.cases.children"]
         with (
             files["order"].open("rb") as stdin,
             files["stdout"].open("wb") as stdout,
             files["stderr"].open("wb") as stderr,
         ):
             # Files, not pipes: a child blocks on a full pipe that nobody reads.
-            self._process = _forked(whole, files) or subprocess.Popen(
+            self._process = (None if prefixed else _forked(whole, files)) or subprocess.Popen(
                 command, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, env=whole
             )
         _running.add(self)
@@ -253,13 +256,19 @@ def _read_answers(path: Path) -> list[Any]:
     return told
 
 
-def start(function: Callable[..., object], *args: Any, env: Mapping[str, str] | None = None) -> Child:
+def start(
+    function: Callable[..., object],
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
+) -> Child:
     """Start ``function(*args)`` in a process of its own.
 
     Args:
         function: importable by its module and name.
         args: picklable.
         env: variables to set beside the caller's.
+        prefix: a program that runs the process, with its options, e.g. compute-sanitizer.
 
     Returns:
         The child, for :meth:`Child.wait`. The function's result is its last answer, unless it is
@@ -275,14 +284,19 @@ def start(function: Callable[..., object], *args: Any, env: Mapping[str, str] | 
     order = pickle.dumps((function.__module__, function.__qualname__, args))
     # The child must be able to import whatever the caller can.
     paths = os.pathsep.join(filter(None, sys.path))
-    return Child(order, {"PYTHONPATH": paths, **(env or {})})
+    command = [*prefix, sys.executable, "-m", "staleproof.cases.children"]
+    return Child(command, order, {"PYTHONPATH": paths, **(env or {})}, bool(prefix))
 
 
 def call(
-    function: Callable[..., object], *args: Any, timeout_s: float, env: Mapping[str, str] | None = None
+    function: Callable[..., object],
+    *args: Any,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> Ended:
     """Run ``function(*args)`` in a process of its own and wait for it; see :func:`start`."""
-    return start(function, *args, env=env).wait(timeout_s)
+    return start(function, *args, env=env, prefix=prefix).wait(timeout_s)
 
 
 def call_ranks(
@@ -299,7 +313,8 @@ def call_ranks(
             ``init_method=meeting``.
         ranks: how many processes.
         args: picklable, the same for all ranks.
-        timeout_s: for all ranks together; they are ended then.
+        timeout_s: for all ranks together on a GPU, and :data:`CPU_PATIENCE` times that on a CPU; they are
+            ended then.
         env: variables to set beside the caller's.
 
     Returns:
@@ -313,6 +328,8 @@ def call_ranks(
     local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     local = {name: os.environ.get(name, value) for name, value in local.items()}
     env = {**local, "NCCL_NVLS_ENABLE": "0", **(env or {})}
+    if device.interpreting():
+        timeout_s *= CPU_PATIENCE
     deadline = min(time.monotonic() + timeout_s, _deadline)
     started: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="staleproof-") as folder:

@@ -1,9 +1,9 @@
 """Which kernel decodes a batch, and how its keys are cut, from shapes alone.
 
 On Hopper the cut of the least predicted time is taken. The prediction has two dozen constants, fitted to
-what one H200 took (``workbook/mla-plan.jsonl``; ``tools/mla_plan.py`` takes the times, fits, and shows predicted
-beside measured). Lengths are on the device and are not read back: only ``capacity``, for how many tokens of a
-request the block table has room, is known.
+what one H200 took (``workbook/mla-plan.jsonl``); ``tools/mla_plan.py`` takes the times, fits, and shows what
+was predicted beside what was measured. Lengths are on the device and are not read back: only ``capacity``,
+for how many tokens of a request the block table has room, is known.
 """
 
 from __future__ import annotations
