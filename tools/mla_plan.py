@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.mla_decode import SCALE, SEEN, SHAPES, Shape
+from benchmarks.mla_decode import SCALE, SEEN, SHAPES, Inputs, Shape, drawn, make_inputs
 
-from benchmarks import mla_decode as benchmark
 from staleproof.cases import measure
 from staleproof.ops.launching import Seen
 from staleproof.ops.mla import decode, plan
@@ -46,18 +45,18 @@ CLOSE = 1.3
 
 def shapes() -> list[Shape]:
     """The cells, each once, with 16 bit numbers of one kind."""
-    drawn = [shape for seed, count in DRAWN.items() for shape in benchmark.drawn(count, seed)]
-    return [s for s in dict.fromkeys([*SHAPES, *drawn, *E4M3_SHAPES]) if s.dtype == torch.bfloat16]
+    more = [shape for seed, count in DRAWN.items() for shape in drawn(count, seed)]
+    return [s for s in dict.fromkeys([*SHAPES, *more, *E4M3_SHAPES]) if s.dtype == torch.bfloat16]
 
 
-def work_of(shape: Shape, lengths: Sequence[int]) -> Work:
+def work_of(shape: Shape) -> Work:
     """A batch as the prediction sees it, with the lengths that it has."""
-    tiles = [max(1, cdiv(n, 64)) for n in lengths]
+    tiles = [max(1, cdiv(n, 64)) for n in shape.lengths()]
     sizes = shape.batch, shape.heads, shape.q_len, max(tiles), float(sum(tiles)), 132
     return Work(*sizes, shape.cache == E4M3)
 
 
-def _calls(shape: Shape, cut: Cut, sets: Sequence[benchmark.Inputs]) -> list[Any]:
+def _calls(shape: Shape, cut: Cut, sets: Sequence[Inputs]) -> list[Any]:
     def call(q: Any, kv: Any, table: Any, lens: Any) -> Any:
         out = torch.empty(*q.shape[:-1], 512, device=q.device, dtype=q.dtype)
         lse = torch.empty(q.shape[:-1], device=q.device)
@@ -71,8 +70,8 @@ def _calls(shape: Shape, cut: Cut, sets: Sequence[benchmark.Inputs]) -> list[Any
 
 def _compile(shape: Shape) -> None:
     """In a process of its own: the compiled kernels are left in Triton's cache."""
-    inputs = benchmark.make_inputs(shape)
-    for cut in work_of(shape, shape.lengths()).cuts():
+    inputs = make_inputs(shape)
+    for cut in work_of(shape).cuts():
         _calls(shape, cut, [inputs])[0]()
     torch.cuda.synchronize()
 
@@ -85,10 +84,10 @@ def timed(file: Path) -> None:
     with file.open("w") as lines:
         for shape in shapes():
             turns = measure.rotation(sum(shape.lengths()) * 576 * shape.cache.itemsize)
-            sets = [benchmark.make_inputs(shape) for _ in range(turns.sets)]
+            sets = [make_inputs(shape) for _ in range(turns.sets)]
             found = {
                 " ".join(map(str, cut)): dict(measure.cached_times(_calls(shape, cut, sets), turns))
-                for cut in work_of(shape, shape.lengths()).cuts()
+                for cut in work_of(shape).cuts()
             }
             us = {cut: round(times[measure.COLD].p50, 2) for cut, times in found.items()}
             lines.write(json.dumps({**_fields(shape), "us": us}) + "\n")
@@ -102,8 +101,10 @@ def _fields(shape: Shape) -> dict[str, Any]:
     return kept | ({"cache": "E4M3"} if shape.cache == E4M3 else {})
 
 
-def _numbers(kernel: str, parts: str, splits: str) -> tuple[str, int, int]:
-    return kernel, int(parts), int(splits)
+def _cut(text: str) -> Cut:
+    """``"pairs 66 1"`` as a cut."""
+    kernel, parts, splits = text.split()
+    return Cut(kernel, int(parts), int(splits))
 
 
 def read(file: Path) -> Times:
@@ -111,29 +112,29 @@ def read(file: Path) -> Times:
     found: dict[Shape, dict[Cut, float]] = {}
     for line in file.read_text().splitlines():
         row = json.loads(line)
-        cuts = {Cut(*_numbers(*cut.split())): us for cut, us in row.pop("us").items()}
+        cuts = {_cut(cut): us for cut, us in row.pop("us").items()}
         found[Shape(**row | ({"cache": E4M3} if "cache" in row else {}))] = cuts
     return found
 
 
 def chosen(shape: Shape) -> Cut:
     """What the plan takes: it knows the longest length, not the others."""
-    lengths = shape.lengths()
-    return plan.fastest_of(work_of(shape, [max(lengths)] * shape.batch))
+    work = work_of(shape)
+    return plan.fastest_of(work._replace(total=float(work.batch * work.tiles)))
 
 
 def show(times: Times) -> None:
     """Print the choice of each cell beside the best cut, worst first, and the mean of what it costs."""
     rows, errors = [], defaultdict(list)
     for shape, each in times.items():
-        work, best = work_of(shape, shape.lengths()), min(each, key=each.__getitem__)
+        work, best = work_of(shape), min(each, key=each.__getitem__)
         for cut, us in each.items():
             if us <= CLOSE * each[best]:
                 errors[cut.kernel, "fp8" if work.converts else "bf16"].append(work.microseconds(cut) / us)
         own = chosen(shape)
-        rows.append((each[own] / each[best], shape, own, best))
-    for ratio, shape, own, best in sorted(rows, key=lambda row: -row[0]):
-        each, work = times[shape], work_of(shape, shape.lengths())
+        rows.append((each[own] / each[best], shape, work, own, best))
+    for ratio, shape, work, own, best in sorted(rows, key=lambda row: -row[0]):
+        each = times[shape]
         told = f"{shape.batch} x {shape.tokens}, {shape.mode().split('page 64')[1].strip(', ')}"
         print(
             f"{ratio:.3f}  {told}, {shape.heads} heads: "
@@ -182,7 +183,7 @@ def fit(times: Times) -> dict[str, float]:
     What is made small is the regret, and a third of the mean squared logarithm of predicted over measured.
     """
     cases = [
-        (work_of(shape, shape.lengths()), cut, us, 1.0 if us <= CLOSE * min(each.values()) else 0.1)
+        (work_of(shape), cut, us, 1.0 if us <= CLOSE * min(each.values()) else 0.1)
         for shape, each in times.items()
         for cut, us in each.items()
     ]

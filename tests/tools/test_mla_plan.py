@@ -51,7 +51,7 @@ def test_the_page_says_what_the_tool_shows(capsys):
 def test_recorded_are_the_cuts_that_the_plan_considers_in_cells_of_the_benchmark():
     assert [*TIMES] == mla_plan.shapes()
     for shape, each in TIMES.items():
-        assert [*each] == mla_plan.work_of(shape, shape.lengths()).cuts()
+        assert [*each] == mla_plan.work_of(shape).cuts()
 
 
 def test_a_fit_finds_constants_that_choose_and_predict_better(constants):
