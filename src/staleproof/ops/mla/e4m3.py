@@ -24,7 +24,6 @@ from staleproof.ops.mla.hopper import (
     GIVEN,
     LOAD_THREADS,
     LOADED,
-    QUERIES,
     QUERIES_FREE,
     SHARED,
     TOTAL,
@@ -41,6 +40,7 @@ from staleproof.ops.mla.hopper import (
     share_of,
     shared_as,
     token_of,
+    wait_for_queries,
 )
 
 device.load_triton()
@@ -270,8 +270,9 @@ def _group(
             total = _own_sums(zeros, ROWS)
             row = request.to(gl.int64) * q_len * heads + first_row
             row_scale = scale_of(scales, row, scale, rows, ROWS, True, by_row)
-            mbarrier.wait(bars[QUERIES], segment & 1)
-            fence_async_shared()
+            first = count + GROUP
+            keys = bars[LOADED].index(first % STAGES)
+            wait_for_queries(bars, segment, keys, first // STAGES, begin + GROUP < end)
             for even in range(begin, end, 2):
                 tile = even + GROUP
                 place = count + tile - begin
@@ -335,6 +336,7 @@ def _store(
     safe = gl.where(empty, 1.0, sums)
     numbers, logs, factor = result_at(target, first_row, slot, ROWS)
     a, b, c, d = _times(acc, factor / safe)
+    rows += opaque_zero()
     whole = gl.join(gl.join(a, c), gl.join(b, d)).permute((1, 0, 2, 3)).reshape((ROWS, 256))
     wide: gl.constexpr = whole.type.layout
     blank = gl.convert_layout(empty, gl.SliceLayout(1, wide))
@@ -373,7 +375,7 @@ def mla_decode_e4m3_kernel(
     rows = gl.minimum(own, q_len * heads - first_row)
     # The last query token.
     token = (first_row + rows - 1) // heads
-    program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+    program = (gl.program_id(1) + opaque_zero()) * gl.num_programs(0) + gl.program_id(0)
     cuts += program
     work = share_of(seq_lens, batch, capacity, q_len, token, aligned, BATCH)
     q_p = gl.allocate_shared_memory(gl.float16, [8, ROWS, 64], SHARED)

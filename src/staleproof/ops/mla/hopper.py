@@ -328,6 +328,18 @@ def _scaled(acc, decay):
 
 
 @gluon.jit
+def wait_for_queries(bars, segment, keys, phase, has_keys):
+    """Wait for a request's queries, which come by ordinary copies: to the tensor cores, behind a fence.
+
+    And for the first keys, on barrier ``keys``, if this group ``has_keys``. Triton's sanitizer does not
+    follow the barrier of ordinary copies; it knows of them by the next barrier of the loading group.
+    """
+    mbarrier.wait(bars[QUERIES], segment & 1)
+    mbarrier.wait(keys, phase & 1, pred=has_keys)
+    fence_async_shared()
+
+
+@gluon.jit
 def _begun_scores(memory, bars, z, used, TILE: gl.constexpr):
     """Start the scores of the even tile (0) or the odd one (1): each product once its columns are there."""
     q_p, q_r, left_p, right_p, rope = memory[0], memory[1], memory[2], memory[3], memory[6]
@@ -483,9 +495,9 @@ def load_queries(
 
     Between the heads of two query tokens lie ``gap`` numbers more than between two heads.
     """
-    row = gl.arange(0, 16, layout=gl.SliceLayout(1, HALF))
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, HALF)) + opaque_zero()
     column = gl.arange(0, 256, layout=gl.SliceLayout(0, HALF))
-    row_r = gl.arange(0, 16, layout=gl.SliceLayout(1, ROPE))
+    row_r = gl.arange(0, 16, layout=gl.SliceLayout(1, ROPE)) + opaque_zero()
     column_r = 512 + gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE))
     for i in gl.static_range(ROWS // 16):
         rows = base + (16 * i + row) * stride
@@ -682,7 +694,7 @@ def load_group(
             if CUTS and end < tiles:
                 # The program's only request if it began before, otherwise the last one.
                 gl.store(cuts, gl.where(begin > 0, -1, request.to(gl.int32) + 1))
-            table = block_table + request * table_stride
+            table = block_table + request * (table_stride + opaque_zero())
             q_base = (
                 q
                 + request * q_batch_stride
@@ -839,8 +851,8 @@ def _pairs_group(
             row = request.to(gl.int64) * q_len * heads + first_row
             factors: gl.constexpr = gl.SliceLayout(1, SCORES)
             row_scale = scale_of(scales, row, scale, rows, 64, CONVERTS, factors)
-            mbarrier.wait(bars[QUERIES], segment & 1)
-            fence_async_shared()
+            keys = bars[LOADED][GROUP * 2 * PIECES]
+            wait_for_queries(bars, segment, keys, used_a if GROUP == 0 else used_b, begin + GROUP < end)
             pairs = (end - begin) // 2
             for pair in range(pairs):
                 live = limit - (begin + 2 * pair + GROUP) * 64
@@ -948,7 +960,7 @@ def mla_decode_pairs_kernel(
         ],
         [4, 4],
         # Registers of a thread. A processor has 504 for three groups; the first takes what is left, 224.
-        [208, 96] if CONVERTS else [216, 64],
+        [200, 96] if CONVERTS else [216, 64],
     )  # fmt: skip
 
 
@@ -1072,9 +1084,8 @@ def _few_group(
             total = gl.full([64, HEADS], 0.0, gl.float32, layout=TALL)
             left_acc = gl.full([256, HEADS], 0.0, gl.float32, layout=TALL)
             right_acc = gl.full([256, HEADS], 0.0, gl.float32, layout=TALL)
-            mbarrier.wait(bars[QUERIES], segment & 1)
-            fence_async_shared()
             mine = (end - begin + 1 - GROUP) // 2
+            wait_for_queries(bars, segment, bars[LOADED][GROUP * 2 * PIECES], used, mine > 0)
             for i in range(mine):
                 live = limit - (begin + 2 * i + GROUP) * 64
                 left_acc, right_acc, peak, total = _few_step(
