@@ -161,12 +161,14 @@ PROGRAMS = {
     "mla_decode, one part and several": "# _mla_decode_kernel merge_splits_kernel"
     + MLA.replace(
         "CASES",
-        "((32, 1, 1, 128, torch.bfloat16), (64, 1, 3, 16, torch.float16), (16, 1, 2, 128, torch.bfloat16))",
+        "((32, 1, 1, 128, torch.bfloat16), (32, 1, 3, 16, torch.float16), (16, 1, 2, 128, torch.bfloat16))",
     ),
     "mla_decode, several query tokens": "# _mla_decode_kernel"
     + MLA.replace("CASES", "((16, 4, 2, 128, torch.bfloat16), (64, 2, 1, 16, torch.float32))"),
     "mla_decode, several query tokens, Hopper": "# mla_decode_pairs_kernel merge_parts_kernel"
     + MLA.replace("CASES", "((64, 4, 2, 128, torch.bfloat16),)"),
+    "mla_decode, splits of few heads, Hopper": "# mla_decode_few_kernel merge_parts_kernel"
+    + MLA.replace("CASES", "((64, 1, 3, 16, torch.float16),)"),
     "mla_decode, a batch that fills Hopper": """# mla_decode_pairs_kernel mla_decode_few_kernel
 from staleproof import mla_decode
 from staleproof.ops.mla.plan import Cut
