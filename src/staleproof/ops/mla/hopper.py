@@ -73,9 +73,9 @@ COST = gl.constexpr(REQUEST_COST)
 
 @gluon.jit
 def opaque_zero():
-    """Zero, which the compiler cannot know: an address made with it is computed where it is used.
+    """Zero, which the compiler cannot know: what is made with it is computed where it is used.
 
-    Otherwise the addresses of all products move out of the loop, and from there into local memory.
+    Otherwise addresses and masks move out of the loops, and from there into local memory.
     """
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -495,6 +495,7 @@ def load_queries(
 
     Between the heads of two query tokens lie ``gap`` numbers more than between two heads.
     """
+    # Addresses of rows are made for each request, not kept in registers from one to the next.
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, HALF)) + opaque_zero()
     column = gl.arange(0, 256, layout=gl.SliceLayout(0, HALF))
     row_r = gl.arange(0, 16, layout=gl.SliceLayout(1, ROPE)) + opaque_zero()
@@ -959,7 +960,7 @@ def mla_decode_pairs_kernel(
             ),
         ],
         [4, 4],
-        # Registers of a thread. A processor has 504 for three groups; the first takes what is left, 224.
+        # Registers of a thread. A processor has 504 for three groups; the first takes the rest, 208 or 224.
         [200, 96] if CONVERTS else [216, 64],
     )  # fmt: skip
 
