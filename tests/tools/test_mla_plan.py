@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from staleproof.ops.mla import plan
+from staleproof.ops.mla.plan import Cut
 from tools import mla_plan
 
 BOOK = Path(__file__).parents[2] / "workbook"
@@ -32,7 +33,8 @@ def test_the_choice_is_nearly_the_best_of_the_recorded_cuts():
 def test_the_page_says_what_the_tool_shows(capsys):
     mla_plan.show(TIMES)
     shown = capsys.readouterr().out
-    page = " ".join((BOOK / "mla-decode.md").read_text("utf-8").split())
+    book = (BOOK / "mla-decode.md").read_text("utf-8")
+    page = " ".join(book.split())
     off = [float(x) for x in re.findall(r"differ by ([\d.]+) %", shown)]
     assert f"predicted and measured differ by {min(off)} to {max(off)} % in the median" in page
     longer = re.search(r"takes ([\d.]+) % longer than the best cut \(mean of (\d+) cells\)", shown)
@@ -46,6 +48,16 @@ def test_the_page_says_what_the_tool_shows(capsys):
     assert shown.startswith(worst)
     assert f"and {100 * (float(worst) - 1):.0f} % at most: 16 x 512 of 16 heads" in page
     assert f"{own} us for {best}." in page
+    for kernel, won in re.findall(r"(\w+) bf16: the fastest by more than 3 % in (\d+ of \d+)", shown):
+        assert re.search(rf"^\| `{kernel}` \|.*\| {won}\b", book, re.M), (kernel, won)
+
+
+def test_a_kernel_wins_where_the_best_of_its_cuts_is_faster_than_each_other_by_3_percent():
+    shape = next(iter(TIMES))
+    each = {Cut("pairs"): 9.0, Cut("pairs", 66): 5.0, Cut("packed"): 5.14, Cut("portable"): 5.16}
+    assert mla_plan.wins({shape: each})["pairs", "bf16"] == (0, 1)
+    assert mla_plan.wins({shape: each | {Cut("packed"): 5.16}})["pairs", "bf16"] == (1, 1)
+    assert mla_plan.wins({shape: each})["portable", "bf16"] == (0, 1)
 
 
 def test_recorded_are_the_cuts_that_the_plan_considers_in_cells_of_the_benchmark():
