@@ -336,6 +336,7 @@ def _store(
     safe = gl.where(empty, 1.0, sums)
     numbers, logs, factor = result_at(target, first_row, slot, ROWS)
     a, b, c, d = _times(acc, factor / safe)
+    # The masks are made here, not kept in registers from one request to the next.
     rows += opaque_zero()
     whole = gl.join(gl.join(a, c), gl.join(b, d)).permute((1, 0, 2, 3)).reshape((ROWS, 256))
     wide: gl.constexpr = whole.type.layout
@@ -375,6 +376,7 @@ def mla_decode_e4m3_kernel(
     rows = gl.minimum(own, q_len * heads - first_row)
     # The last query token.
     token = (first_row + rows - 1) // heads
+    # Otherwise each group computes it again, and the grid's size waits for that in local memory.
     program = (gl.program_id(1) + opaque_zero()) * gl.num_programs(0) + gl.program_id(0)
     cuts += program
     work = share_of(seq_lens, batch, capacity, q_len, token, aligned, BATCH)
