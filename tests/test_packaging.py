@@ -270,7 +270,8 @@ import staleproof
 from staleproof.cli import app as cli
 from staleproof.cases.finding import Finding
 # These render notebooks and pictures.
-needs_more = tuple("report." + name for name in "charts drawings html notebooks plots timeline".split())
+names = "charts drawings html kernels notebooks plots timeline".split()
+needs_more = tuple("report." + name for name in names)
 for module in pkgutil.walk_packages(staleproof.__path__, "staleproof."):
     if not module.name.endswith(("__main__", *needs_more)):
         importlib.import_module(module.name)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.cases import jobs
+from tests.cases import jobs, multiply
 
 from staleproof.cases import children
 from staleproof.cases.children import ChildError
@@ -135,7 +135,9 @@ def test_a_child_that_has_ended_is_not_signalled_again(monkeypatch):
 
 
 CALLER = """
-import os, sys, time
+import os, signal, sys, time
+# What a shell starts in the background ignores Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {folder!r})
 import jobs
 from staleproof.cases import children
@@ -199,8 +201,9 @@ def test_what_a_child_cannot_import_is_refused():
 
     main = type("Main", (), {"__module__": "__main__", "__qualname__": "main"})
     for function in (local, lambda: None, main):
-        with pytest.raises(ValueError, match=r"^function: expected one that another process can import"):
-            children.start(function)
+        for start in (children.start, lambda it: children.call_ranks(it, 1, timeout_s=60)):
+            with pytest.raises(ValueError, match=r"^function: expected one that another process can import"):
+                start(function)
 
 
 def test_ranks_answer_in_their_order():
@@ -211,6 +214,14 @@ def test_ranks_answer_in_their_order():
     assert meeting.startswith("file:///")
 
 
+def test_a_rank_on_a_cpu_multiplies_bfloat16_about_as_fast_as_float32():
+    # A hundred times as long without AVX-512, if it is left to torch.
+    env = {"TRITON_INTERPRET": "1", "ATEN_CPU_CAPABILITY": "avx2"}
+    ((times, right),) = children.call_ranks(multiply.products, 1, timeout_s=60, env=env)
+    assert times < 20
+    assert all(right)
+
+
 def test_the_rank_that_failed_is_named_and_the_others_are_ended():
     begin = time.monotonic()
     with pytest.raises(ChildError, match=r"^rank 1 ended with 1 and said: RuntimeError: out of memory$"):
@@ -218,10 +229,8 @@ def test_the_rank_that_failed_is_named_and_the_others_are_ended():
     assert time.monotonic() - begin < 60
 
 
-@pytest.mark.parametrize(("on_cpu", "limit"), [(True, 1), (False, 0)])
-def test_ranks_that_hang_are_ended_later_on_a_cpu(monkeypatch, on_cpu, limit):
-    monkeypatch.setattr(children.device, "interpreting", lambda: on_cpu)
-    with pytest.raises(ChildError, match=rf"^the ranks gave no answer within {limit} s$"):
+def test_ranks_that_hang_are_ended():
+    with pytest.raises(ChildError, match=r"^the ranks gave no answer within 0 s$"):
         children.call_ranks(jobs.meet, 2, 7, timeout_s=0.3)
 
 

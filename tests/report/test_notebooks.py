@@ -14,7 +14,7 @@ from nbformat import v4
 
 from made import write
 from staleproof.cases.finding import RunFileError
-from staleproof.report import notebooks
+from staleproof.report import kernels, notebooks
 
 
 def run(source, folder, **options):
@@ -55,6 +55,32 @@ def test_a_notebook_that_stops_says_where_and_the_rest_is_kept(tmp_path, code, s
     assert "so far" in done.path.read_text()
     if "died" in said:
         assert "device-side assert" in (tmp_path / "out/01.log").read_text()
+
+
+def test_a_forked_kernel_finds_what_a_new_one_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels.shutil, "which", lambda program: None)
+    code = "import os, sys\nos.write(2, b'log')\nos.environ.pop('JPY_PARENT_PID', '')\n"
+    code += "print(sys.path, os.getcwd(), *sorted(os.environ.items()))\nprint(os.getppid())\n1 / 0"
+    source = write(tmp_path / "00.ipynb", v4.new_code_cell(code))
+
+    def said(folder):
+        done = run(source, tmp_path / folder)
+        assert "ZeroDivisionError" in str(done.error)
+        assert "log" in (tmp_path / folder / "00.log").read_text()
+        return nbformat.read(done.path, as_version=4).cells[0].outputs[0].text.splitlines()
+
+    new, parent = said("new")
+    with kernels.forked():
+        forked, again = said("forked"), said("again")
+    assert [new, str(os.getpid())] == [forked[0], parent]
+    assert forked == again
+    assert forked[1] != parent
+
+
+def test_beside_a_gpu_each_kernel_is_new(monkeypatch):
+    monkeypatch.setattr(kernels.shutil, "which", lambda program: f"/usr/bin/{program}")
+    with kernels.forked():
+        assert kernels.local_provisioner.launch_kernel is kernels.launch_kernel
 
 
 def test_a_spoilt_notebook_is_refused(tmp_path):

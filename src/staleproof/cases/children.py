@@ -45,9 +45,6 @@ from staleproof.check import require
 # Names the file of a child's answers. Not its standard output: libraries print there.
 REPORT = "STALEPROOF_CHILD_REPORT"
 
-# Ranks on a CPU have so many times as long as on a GPU: they share its few cores. Four servers of incident 3,
-# one after the other, took more than 90 s on one machine of two cores, and less on another.
-CPU_PATIENCE = 4
 # What the server imports, as far as the caller has.
 PRELOADED = ("numpy", "torch", "triton")
 # Read when they are used, so that they may differ between children of one server. Every other variable is
@@ -56,7 +53,7 @@ READ_LATE = ("STALEPROOF_", "NCCL_", "GLOO_SOCKET_IFNAME", "PYTEST_", "PYTHONPAT
 
 _running: set[Child] = set()
 _deadline = math.inf
-_lock = threading.Lock()
+_lock = threading.RLock()
 # The process that started the server, and the variables that the server's imports may have read.
 _server: tuple[int, Mapping[str, str]] | None = None
 
@@ -102,8 +99,8 @@ class Ended:
         return self.told[-1]
 
 
-class _Forked:
-    """A forked child, with the part of :class:`subprocess.Popen` that :class:`Child` uses."""
+class Forked:
+    """A forked process, with the part of :class:`subprocess.Popen` that :class:`Child` uses."""
 
     def __init__(self, process: multiprocessing.process.BaseProcess) -> None:
         assert process.pid is not None
@@ -125,7 +122,7 @@ def _may_fork(env: Mapping[str, str]) -> bool:
     return sys.platform == "linux" and "torch" in sys.modules and env.get("TRITON_INTERPRET") == "1"
 
 
-def _forked(env: Mapping[str, str], files: Mapping[str, Path]) -> _Forked | None:
+def _forked(env: Mapping[str, str], files: Mapping[str, Path]) -> Forked | None:
     """A child of the fork server, or ``None`` if it must be a new interpreter.
 
     Args:
@@ -142,27 +139,43 @@ def _forked(env: Mapping[str, str], files: Mapping[str, Path]) -> _Forked | None
         # A process that was forked from the one with the server cannot use it.
         if _server != (os.getpid(), read):
             return None
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([name for name in PRELOADED if name in sys.modules])
         path = [*filter(None, sys.path)]
         arguments = dict(env), os.getcwd(), path, {name: str(file) for name, file in files.items()}
         # Ended at the latest with this process.
-        process = context.Process(target=_run_forked, args=arguments, daemon=True)
+        return fork(_run_forked, arguments, [name for name in PRELOADED if name in sys.modules], daemon=True)
+
+
+def fork(
+    target: Callable[..., object], arguments: Sequence[Any], preload: Sequence[str], *, daemon: bool
+) -> Forked | None:
+    """A process of the fork server, or ``None`` if that was killed and nobody had noticed.
+
+    Args:
+        target: importable; what the process runs.
+        arguments: picklable.
+        preload: what the server imports if this starts it.
+        daemon: whether the process ends with this one, and may fork none of its own.
+    """
+    global _server
+    with _lock:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*preload])
+        process = context.Process(target=target, args=tuple(arguments), daemon=daemon)
         # Python would run the caller's main file in the child once more.
         main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
         try:
             process.start()
         except (OSError, EOFError):
-            # The server was killed, and nobody noticed yet: the next child starts another.
+            # The next one starts another.
             _server = None
             return None
         finally:
             sys.modules["__main__"] = main
-        return _Forked(process)
+        return Forked(process)
 
 
-def _end_with_caller() -> None:
-    """End this child and what it started when the caller is gone; the server outlives a killed caller."""
+def end_with_caller() -> None:
+    """End this process's group when the caller of :func:`fork` is gone. The server outlives a killed one."""
     caller = multiprocessing.parent_process()
     assert caller is not None
     caller.join()
@@ -172,7 +185,7 @@ def _end_with_caller() -> None:
 def _run_forked(env: Mapping[str, str], folder: str, path: list[str], files: Mapping[str, str]) -> NoReturn:
     """In a forked child: become what a new interpreter with this order would be, and run the order."""
     os.setpgid(0, 0)
-    threading.Thread(target=_end_with_caller, daemon=True).start()
+    threading.Thread(target=end_with_caller, daemon=True).start()
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(files[name], os.O_WRONLY)
         os.dup2(file, number)
@@ -278,14 +291,18 @@ def start(
     Raises:
         ValueError: the function is of ``__main__``, a lambda or local to a function.
     """
-    name = f"{function.__module__}.{function.__qualname__}"
-    importable = function.__module__ != "__main__" and "<" not in name
-    require(importable, "function", "one that another process can import", name)
+    _require_importable(function)
     order = pickle.dumps((function.__module__, function.__qualname__, args))
     # The child must be able to import whatever the caller can.
     paths = os.pathsep.join(filter(None, sys.path))
     command = [*prefix, sys.executable, "-m", "staleproof.cases.children"]
     return Child(command, order, {"PYTHONPATH": paths, **(env or {})}, bool(prefix))
+
+
+def _require_importable(function: Callable[..., object]) -> None:
+    name = f"{function.__module__}.{function.__qualname__}"
+    importable = function.__module__ != "__main__" and "<" not in name
+    require(importable, "function", "one that another process can import", name)
 
 
 def call(
@@ -313,8 +330,7 @@ def call_ranks(
             ``init_method=meeting``.
         ranks: how many processes.
         args: picklable, the same for all ranks.
-        timeout_s: for all ranks together on a GPU, and :data:`CPU_PATIENCE` times that on a CPU; they are
-            ended then.
+        timeout_s: for all ranks together; they are ended then.
         env: variables to set beside the caller's.
 
     Returns:
@@ -322,20 +338,21 @@ def call_ranks(
 
     Raises:
         ChildError: a rank failed or was too slow; all are ended.
+        ValueError: as :func:`start`.
     """
+    _require_importable(function)
     # All ranks run on this machine: the loopback interface exists, and the machine's name need not
     # resolve. NVLink multicast (NVLS) needs rights that a shared machine may not give.
     local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     local = {name: os.environ.get(name, value) for name, value in local.items()}
     env = {**local, "NCCL_NVLS_ENABLE": "0", **(env or {})}
-    if device.interpreting():
-        timeout_s *= CPU_PATIENCE
     deadline = min(time.monotonic() + timeout_s, _deadline)
     started: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="staleproof-") as folder:
         try:
             for rank in range(ranks):
-                started.append(start(function, rank, f"file://{folder}/meeting", *args, env=env))
+                given = function, rank, f"file://{folder}/meeting", *args
+                started.append(start(_rank, *given, env=env))
             # The first rank that fails has the reason; the others then fail or wait for it.
             while time.monotonic() < deadline:
                 codes = [child.poll() for child in started]
@@ -354,6 +371,35 @@ def call_ranks(
         finally:
             for child in started:
                 child.end()
+
+
+def _rank(function: Callable[..., object], *args: Any) -> object:
+    """In the process of a rank: run it."""
+    # What multiplies matrices has imported torch.
+    if device.interpreting() and "torch" in sys.modules:
+        _multiply_in_float32()
+    return function(*args)
+
+
+def _multiply_in_float32() -> None:
+    """On a CPU without AVX-512, give this process another product of bfloat16 matrices.
+
+    Torch's own takes a hundred times as long there as one of float32. This one adds in float32 and rounds
+    once, as torch's does.
+    """
+    import torch
+
+    if "AVX512" in torch.backends.cpu.get_cpu_capability():
+        return
+    multiply = torch.matmul
+
+    def product(a: Any, b: Any, *, out: Any = None) -> Any:
+        if not a.dtype == b.dtype == torch.bfloat16:
+            return multiply(a, b, out=out)
+        result = multiply(a.float(), b.float()).bfloat16()
+        return result if out is None else out.copy_(result)
+
+    torch.Tensor.__matmul__ = torch.matmul = product  # type: ignore[method-assign,assignment]
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from staleproof.cases.finding import RunFileError
 from staleproof.cases.run import sharing
 from staleproof.device import select
+from staleproof.report.kernels import forked
 
 
 class Execution(NamedTuple):
@@ -135,7 +136,7 @@ def beside(sources: Sequence[Path], folder: Path, threads: int) -> Iterator[Call
         # More threads than cores mostly wait for each other: here, and in the processes started from here.
         share = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // (1 + threads))))
         torch.set_num_threads(int(share))
-    with sharing(), ThreadPoolExecutor(threads or 1) as pool:
+    with sharing(), forked(), ThreadPoolExecutor(threads or 1) as pool:
         working = [pool.submit(work) for _ in range(threads)]
 
         def finish() -> list[Execution]:
