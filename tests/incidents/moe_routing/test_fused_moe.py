@@ -370,6 +370,7 @@ def test_a_release_that_is_missing_leaves_the_other_one_to_be_asked(check, monke
     monkeypatch.setattr(fused_moe, "_module", module)
     monkeypatch.setattr(fused_moe.device, "provenance", lambda: Provenance.MEASURED)
     monkeypatch.setattr(fused_moe.device, "flashinfer_missing", lambda: None)
+    monkeypatch.setattr(fused_moe.importlib.util, "find_spec", lambda name: name)
     asked = [*fused_moe.MODULE_CASES, *fused_moe.CHAINS.values()]
     left = cases.possible(asked, "cuda")
     assert left == [case for case in asked if case.check is not check]
