@@ -367,9 +367,9 @@ def test_doctor_names_what_is_skipped_and_why(capsys):
     [
         (
             "staleproof.contract.cases.audit",
-            ["audit", "mine.py", "--device", "cpu", "--limit", "7", "--only", "of it"],
+            ["audit", "typing", "--device", "cpu", "--limit", "7", "--only", "of it"],
             [],
-            [["mine.py"], "cpu", 7.0, "of it"],
+            [["typing"], "cpu", 7.0, "of it"],
         ),
         (
             "staleproof.engine.cases.table",

@@ -23,7 +23,25 @@ from staleproof.vllm import sources
         (["run", "--json", "{root}"], "cannot be written: it is a folder"),
         (["record", "--out", "{root}/a_file"], "--out: {root}/a_file/"),
         (["compare", "here", "there"], "first: here: neither a run folder nor a recorded machine"),
-        (["compare", "a.jsonl", "b.jsonl"], "b.jsonl: cannot be read: No such file"),
+        (["compare", "a.jsonl", "b.jsonl"], "first or second: a.jsonl: cannot be read: No such file"),
+        (
+            ["compare", "here", "b.jsonl"],
+            "second: expected two runs or two audits (.jsonl), got here and b.j",
+        ),
+        (
+            ["compare", "{root}/empty.jsonl", "{root}/empty.jsonl"],
+            "empty.jsonl: expected an audit, got an empty",
+        ),
+        (["audit", "{root}/nope.py"], "modules: {root}/nope.py: expected a Python file or a module"),
+        (["audit", "no_such.module"], "modules: no_such.module: expected a Python file or a module"),
+        (["audit", "--again"], "again: needs --onto"),
+        (["report", "--device", "tpu"], "report: --device needs --execute"),
+        (["engine", "--limit", "0.5"], "greater than or equal to 1, got '0.5'"),
+        (["engine", "--limit", "abc"], "got 'abc'"),
+        (
+            ["watch", "localhost:1"],
+            "url: expected HOST:PORT of a server with STALEPROOF_WATCH=1, got 'localhost:1'",
+        ),
         (["compare", "one", "two", "--predictions"], "second: give a second run or --predictions, not both"),
         (["bench", "nope"], "kernel: unknown kernel 'nope'"),
         (["patches", "--version", "9.9"], "--version: vLLM 9.9 is not a release we know (nearest: 0.33.0)"),
@@ -47,6 +65,7 @@ def test_bad_input_is_one_line_and_2(root, incident, capsys, monkeypatch, argume
         sources, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
     )
     (root / "a_file").write_text("in the way")
+    (root / "empty.jsonl").write_text("")
     assert cli.main([a.format(root=root) for a in arguments]) == 2
     captured = capsys.readouterr()
     assert said.format(root=root) in one_line(captured.err)

@@ -25,18 +25,16 @@ def without_gpu(monkeypatch):
     monkeypatch.setattr(device, "select", lambda name=None: "cpu")
 
 
-def test_findings_are_printed_kept_and_recorded(capsys, without_gpu, tmp_path):
+def test_findings_are_printed_and_kept_and_a_run_of_nothing_is_not_recorded(capsys, without_gpu, tmp_path):
     path = tmp_path / "engine.jsonl"
     options = ["--device", "cpu", "--json", str(path), "--out", str(tmp_path / "runs")]
-    assert cli.main(["engine", "blocks", *options]) == 0
+    assert cli.main(["engine", "blocks", *options]) == 2
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert {row["verdict"] for row in rows} == {"not run"}
-    assert "engine, undrained block ids, Qwen3 dense: not run" in capsys.readouterr().out
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert folder.name.endswith("-engine")
-    assert [found.key for found in read(folder).findings] == [
-        (row["incident"], row["question"], row["variant"], "") for row in rows
-    ]
+    said = capsys.readouterr()
+    assert "engine, undrained block ids, Qwen3 dense: not run" in said.out
+    assert f"nothing ran here ({len(rows)} not run), so nothing is recorded" in said.err
+    assert not [*(tmp_path / "runs").iterdir()]
 
 
 def test_an_unexpected_verdict_is_not_recorded(capsys, without_gpu, monkeypatch, tmp_path):
@@ -52,12 +50,15 @@ def test_an_unexpected_verdict_is_not_recorded(capsys, without_gpu, monkeypatch,
 
 def test_a_run_is_recorded_only_if_that_was_asked_for(capsys, without_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(store, "runs_folder", lambda: tmp_path / "runs")
-    monkeypatch.setattr(command, "ask", lambda *_: [finding("engine", "q", "v", "clean")])
+    found = [finding("engine", "q", "v", "clean"), finding("engine", "q", "w", "not run")]
+    monkeypatch.setattr(command, "ask", lambda *_: found)
     options = ["--device", "cpu", "--json", str(tmp_path / "engine.jsonl")]
     for more, count in (([], 0), (["--record"], 1)):
         assert cli.main(["engine", *options, *more]) == 0
         assert len([*(tmp_path / "runs").glob("*-engine")]) == count
         assert ("recorded: " in capsys.readouterr().out) is bool(count)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert [one.key for one in read(folder).findings] == [one.key for one in found]
 
 
 class Answers:

@@ -64,13 +64,16 @@ def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(answers,
     assert read_findings(tmp_path / "a.jsonl", recorded=False) == ROWS
     (script,) = (tmp_path / "s").iterdir()
     assert (script.name, script.read_text()) == ("kernels_1.0_decode_E.py", "assert 0\n")
-    answers(replace(ROW, release="yours", expected=HOLDS), *ROWS[1:])
-    for more in (["--scripts", str(tmp_path / "s")], []):
+    mine = tmp_path / "mine.py"
+    mine.touch()
+    for more, note in ((["--scripts", str(tmp_path / "s")], ""), ([], ""), ([], "registers no kernel")):
+        answers(replace(ROW, release="yours", expected=HOLDS, note=note), *ROWS[1:])
         capsys.readouterr()
-        assert cli.main(["audit", "mine.py", *more]) == 1
+        assert cli.main(["audit", str(mine), *more]) == 1
         said = capsys.readouterr()
         assert "staleproof: 1 clause is broken" in said.err
-        assert ("next: add --scripts FOLDER" in said.out) is (not more)
+        # A module without a kernel has none to mend.
+        assert ("next: add --scripts FOLDER" in said.out) is (not more and not note)
 
 
 def test_a_name_that_no_subject_has_is_bad_input(answers, capsys, tmp_path):

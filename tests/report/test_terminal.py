@@ -83,6 +83,8 @@ def test_a_comparison_is_this(tmp_path, capsys):
         "the same verdicts: 1 match, 0 mismatch, 0 only in the first, 0 only in the second",
         4,
     )
+    assert terminal.print_comparison(run("five", [], v="clean"), run("six", [], w="clean"))
+    assert capsys.readouterr().out.startswith("no case ran in both: 0 match")
 
 
 def test_what_became_of_predictions_is_this(monkeypatch, capsys):

@@ -401,7 +401,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise RunFileError(f"{path}:{number}: truncated or not JSON: {error.msg}") from error
+            raise RunFileError(
+                f"{path}:{number}: truncated or not JSON: {error.msg}: column {error.colno}"
+            ) from error
         if not isinstance(row, dict):
             raise RunFileError(f"{path}:{number}: expected an object, got {type(row).__name__}")
         rows.append(row)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from staleproof.cli.common import Device
+from staleproof.cli.common import BadInputError, Device
 
 
 def audit(
@@ -48,6 +51,11 @@ def audit(
     from staleproof.report import audit as shown
     from staleproof.report import terminal
 
+    for name in modules or ():
+        if not _is_there(name):
+            raise BadInputError(f"modules: {name}: expected a Python file or a module, and none is there")
+    if again and onto is None:
+        raise BadInputError("again: needs --onto, the audit whose broken clauses are asked again")
     if json is not None:
         store.check_writable(json)
     answers: list[Finding] = read_findings(onto, recorded=False) if onto is not None else []
@@ -77,9 +85,18 @@ def audit(
         shown.draw(answers, picture)
         typer.echo(f"heat map: {picture}")
     if failed := [one for one in answers if one.failed]:
-        if scripts is None:
+        # A module that cannot be asked has no kernel to mend.
+        if scripts is None and not failed[0].note.startswith(cases.UNASKED):
             shows = "add --scripts FOLDER for a script that shows each break; then mend the kernel"
             typer.echo(f'next: {shows}, or say documented={{"{failed[0].question}": "..."}}')
         says = "1 clause is broken" if len(failed) == 1 else f"{len(failed)} clauses are broken"
         typer.echo(f"staleproof: {says}", err=True)
         raise typer.Exit(1)
+
+
+def _is_there(module: str) -> bool:
+    """Whether a file or a module is there, without importing it; a child also looks in the current folder."""
+    if module.endswith(".py") or "/" in module:
+        return Path(module).is_file()
+    top = module.partition(".")[0]
+    return bool(find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]))

@@ -59,6 +59,8 @@ def engine(
     terminal.print_verdicts(findings, [])
     finish(findings, [])
     if folder is not None:
+        if not any(found.ran for found in findings):
+            raise BadInputError(f"engine: nothing ran here ({len(findings)} not run), so nothing is recorded")
         store.write(folder, findings, [])
         typer.echo(f"recorded: {folder} ({len(findings)} findings)")
 
@@ -86,4 +88,5 @@ def watch(
             with Live() as live:
                 watching.follow(url, every, live.update)
     except watching.WatchError as error:
-        raise BadInputError(str(error)) from error
+        expected = "expected HOST:PORT of a server with STALEPROOF_WATCH=1"
+        raise BadInputError(f"url: {expected}, got {url!r}: {error}") from error

@@ -139,6 +139,8 @@ def report(
             with terminal.progress() as say:
                 say("the notebooks")
                 executions = finish_notebooks()
+    elif device != "auto":
+        raise BadInputError("report: --device needs --execute")
     else:
         findings = read_findings(kept) if kept.exists() else []
         copies = (build / "notebooks" / path.name for path in sources)

@@ -108,6 +108,8 @@ def compare(
         raise BadInputError("second: give a second run or --predictions, not both")
     if second is None and not predictions:
         raise BadInputError("second: give a second run, or --predictions")
+    if second and first.endswith(".jsonl") != second.endswith(".jsonl"):
+        raise BadInputError(f"second: expected two runs or two audits (.jsonl), got {first} and {second}")
     if second and first.endswith(".jsonl"):
         with naming("first or second"):
             raise typer.Exit(print_changes(Path(first), Path(second)))

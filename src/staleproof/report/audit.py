@@ -206,13 +206,15 @@ def print_changes(before: Path, after: Path) -> int:
 
     One audit given twice is compared with itself: what each release in it changed since the one before.
     """
-    from staleproof.cases.finding import read_findings
+    from staleproof.cases.finding import RunFileError, read_findings
     from staleproof.contract.contract import BREAKS, between_releases, compare
 
     worse = 0
-    rows = read_findings(after, recorded=False)
-    same = before.resolve() == after.resolve()
-    changes = between_releases(rows) if same else compare(read_findings(before, recorded=False), rows)
+    old_rows, rows = (read_findings(path, recorded=False) for path in (before, after))
+    for path, found in ((before, old_rows), (after, rows)):
+        if not found:
+            raise RunFileError(f"{path}: expected an audit, got an empty file")
+    changes = between_releases(rows) if before.resolve() == after.resolve() else compare(old_rows, rows)
     for old, row in changes:
         was = f"{old.verdict} ({old.release.partition(' ')[2]})" if old else "not asked"
         name = f"{row.question}  {row.release} {row.variant}"

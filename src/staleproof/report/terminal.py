@@ -164,7 +164,8 @@ def print_comparison(first: Run, second: Run) -> bool:
     """
     verdicts = store.compare(first.findings, second.findings)
     timings = store.compare_timings(first, second)
-    same = "the same verdicts" if not verdicts.mismatch else "DIFFERENT VERDICTS"
+    same = "the same verdicts" if verdicts.match else "no case ran in both"
+    same = "DIFFERENT VERDICTS" if verdicts.mismatch else same
     say(f"{same}: {verdicts.summary}")
     if timings:
         ratios = [ratio for _, ratio in timings]
