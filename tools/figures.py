@@ -370,8 +370,8 @@ def section(run: Run) -> str:
     rule = (
         "Each kernel at the shapes of DeepSeek and Qwen, beside each peer: the case that compares best and "
         "the one that compares worst, as peer's time divided by ours, then both times. **Bold**: ours is "
-        "slower than a peer. A limit is what a memset or a product takes for as many bytes or operations. "
-        "`warm`: inputs in the L2; `cold`: in device memory."
+        "slower by more than half a per cent. A limit is what a memset or a product takes for as many bytes "
+        "or operations. `warm`: inputs in the L2; `cold`: in device memory."
     )
     # Above each table what it shows.
     parts = {

@@ -39,9 +39,10 @@ Four strengths of evidence, weakest first:
 
 - **Source read**: a probe read the release's source and found what the patch mends. Nothing ran.
 - **CPU**: the release's own Python ran, without the patches and with them, compiled kernels as stubs.
-- **One H200, whole**: a whole vLLM with dummy weights answered requests: wrong without the patch, right with
-  it, wrong again without it.
-- **Under load**: `vllm serve` with the patches answered {answered} of {sent} requests in two minutes.
+- **One H200, whole**: in a whole vLLM with dummy weights the fault showed without the patch, not with it, and
+  again without it. Some faults show in padding rows, blocks or ids, and change no answer.
+- **Under load**: `vllm serve` with {patches} patches (without {without}) answered {answered} of {sent}
+  requests in two minutes.
 
 The H200 (SM90) is the only GPU that ran any of it. Backends for SM100 (CUTLASS and FlashInfer MLA, FP4)
 were read in source, and their Python ran on a CPU behind stubs."""
@@ -103,9 +104,14 @@ def page() -> str:
     """The page as it should be."""
     findings = [one for name in RUNS for one in store.find(name).findings]
     cures = [*_whole(findings)]
-    soak = json.loads((ROOT / "workbook/soak-serve.json").read_text())["watch"]
+    text = (ROOT / "workbook/soak-serve.json").read_text()
+    soak = json.loads(text)["watch"]
+    # Its file names the patches that its servers had in place.
+    needed = [name for name, found in releases.table()[soak["vllm"]].items() if found["needed"]]
+    absent = [name for name in needed if not re.search(rf"\b{name}\b", text)]
+    counts = {"patches": len(needed) - len(absent), "without": ", ".join(f"`{name}`" for name in absent)}
     parts = [
-        INTRODUCTION.format(**soak["load"]),
+        INTRODUCTION.format(**soak["load"], **counts),
         "## By release",
         _per_release(cures, soak["vllm"]),
         "## By patch",
