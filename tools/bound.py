@@ -133,4 +133,13 @@ def source_of(
     named = [key for key in findings if fnmatch.fnmatchcase(" | ".join(key), name)]
     if not named:
         raise KeyError(f"no recorded finding {name}")
-    return "\n".join(json.dumps(asdict(found), default=str) for key in named for found in findings[key])
+    return "\n".join(_said(found) for key in named for found in findings[key])
+
+
+# Of a finding: numbers that nothing was counted or measured for.
+_BOOKKEEPING = ("date", "machinery", "schema", "script", "source_digest")
+
+
+def _said(found: Finding) -> str:
+    fields = {name: value for name, value in asdict(found).items() if name not in _BOOKKEEPING}
+    return json.dumps(fields, default=str)

@@ -114,3 +114,5 @@ def test_a_finding_is_named_by_incident_question_and_variant(tmp_path):
     read = bound.source_of("finding", "mla | rows | off*", found, tmp_path, [])
     assert [f'"rows": {rows}' in read for rows in (3, 4, 5)] == [True, True, False]
     assert read.count("\n") == 1
+    # The number of a schema, a date or a digest was not measured.
+    assert bound.unbound("1 of 3, 2 of 4", read) == ["1", "2"]
