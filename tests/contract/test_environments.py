@@ -22,6 +22,7 @@ SGLANG = (
         ("torch", GPU, ["pip install torch==1.0 numpy"]),
         ("transformers", CPU, ["pip install torch==2.11.0 numpy transformers==1.0"]),
         ("sgl-flash-mla", GPU, ["pip install torch==2.11.0 numpy sgl-flash-mla==1.0"]),
+        ("sgl-deep-gemm", GPU, ["pip install torch==2.11.0 numpy sgl-deep-gemm==1.0"]),
         ("flashinfer-python", GPU, [f"{BASE} flashinfer-python==1.0"]),
         ("fla-core", CPU, [f"{BASE} packaging fla-core==1.0"]),
         ("liger-kernel", CPU, [f"{BASE} packaging liger-kernel==1.0"]),

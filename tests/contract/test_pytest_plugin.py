@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 # Here, because pytester unloads what a run in this process imports, and a second copy has other classes.
+from staleproof.cases.words import NOT_RUN
 from staleproof.contract import cases, pytest_plugin
-from staleproof.contract.contract import BREAKS, CLAUSES
+from staleproof.contract.contract import BREAKS, CLAUSES, UNDEFINED
 
 pytest_plugins = ["pytester"]
 
@@ -44,15 +45,26 @@ def test_a_broken_clause_fails_with_its_counterexample(pytester):
     result.stdout.fnmatch_lines(["*asked elsewhere*"])
 
 
-@pytest.mark.parametrize(("script", "said"), [("", ""), ("import torch", "\n\nimport torch")])
-def test_a_broken_clause_shows_its_script_if_there_is_one(script, said):
+def _test_of(verdict, script=""):
+    """The test of an answer."""
     file = object.__new__(pytest_plugin.ContractFile)
-    file.answers = {("k", "R"): SimpleNamespace(verdict=BREAKS, question="R", note="rows", script=script)}
+    file.answers = {("k", "R"): SimpleNamespace(verdict=verdict, question="R", note="rows", script=script)}
     item = object.__new__(pytest_plugin.ContractItem)
     item.parent, item.asked = file, ("k", "R")
+    return item
+
+
+@pytest.mark.parametrize(("script", "said"), [("", ""), ("import torch", "\n\nimport torch")])
+def test_a_broken_clause_shows_its_script_if_there_is_one(script, said):
     with pytest.raises(pytest_plugin.BrokenClauseError) as error:
-        item.runtest()
+        _test_of(BREAKS, script).runtest()
     assert str(error.value) == f"clause R: {CLAUSES['R']}\nrows{said}"
+
+
+@pytest.mark.parametrize("verdict", [NOT_RUN, UNDEFINED])
+def test_what_was_not_run_or_is_left_to_the_caller_is_skipped_with_the_reason(verdict):
+    with pytest.raises(pytest.skip.Exception, match="rows"):
+        _test_of(verdict).runtest()
 
 
 def test_kernels_are_audited_on_the_device_that_was_asked_for(monkeypatch):

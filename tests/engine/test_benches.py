@@ -207,6 +207,8 @@ def test_a_quantizer_that_lets_a_nan_row_change_the_others(monkeypatch):
     [
         ({}, "predicted"),
         ({"fits": True}, "not predicted"),
+        # Without a budget the ledger says neither.
+        ({"fits": None}, "not predicted"),
         # Within one per cent.
         ({"predicted": 4041}, "not predicted"),
         ({"predicted": 4039}, "predicted"),

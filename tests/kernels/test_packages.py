@@ -216,13 +216,18 @@ def _adapter(x):
     return JSONDecoder
 
 
-def test_an_installed_release_does_not_answer_for_one_of_the_cache(cache):
+def test_an_installed_release_does_not_answer_for_one_of_the_cache(cache, monkeypatch):
     subject = Subject("x", "rows", _adapter, package="fast-kernels")
     _adapter(0)
     folder = packages.Release("2.0", cache / "fast_kernels-2.0")
     why = packages.imported_elsewhere(subject, folder)
     assert why == "json.decoder was imported from another release"
     assert packages.imported_elsewhere(subject, packages.Release("2.0")) == ""
+    # A cache that is reached through a link is one place.
+    link = cache / "link"
+    link.symlink_to(cache / "fast_kernels-2.0")
+    monkeypatch.setattr(sys.modules["json.decoder"], "__file__", str(link / "json/decoder.py"))
+    assert packages.imported_elsewhere(subject, packages.Release("2.0", link)) == ""
 
 
 def _without_a_file(x):

@@ -15,6 +15,7 @@ import torch
 
 from staleproof import device as devices
 from staleproof.device import Provenance
+from staleproof.kernels import adapter as adapters
 from staleproof.kernels import flashinfer, mla
 from staleproof.kernels import vllm as vllm_kernels
 from staleproof.kernels.vllm_sources import executed
@@ -75,6 +76,18 @@ def test_a_wheel_without_fa3s_library_is_named(monkeypatch):
     assert vllm_kernels.fa3_unavailable_reason() == missing
     monkeypatch.setattr(devices, "machine", lambda: SimpleNamespace(capability="sm_100"))
     assert vllm_kernels.fa3_unavailable_reason().startswith("needs an SM90 GPU")
+
+
+def test_a_peer_is_told_how_many_tokens_a_table_has_room_for():
+    asked = []
+
+    def adapter(q, out, max_seq_len):
+        asked.append(max_seq_len)
+        return lambda: out
+
+    q, kv_cache, block_table, seq_lens = call()
+    adapters.peer("any", None, adapter)(q, kv_cache, block_table, seq_lens, softmax_scale=0.1)
+    assert asked == [128]
 
 
 def test_an_absent_peer_says_why_and_refuses():

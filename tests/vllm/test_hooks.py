@@ -360,16 +360,19 @@ IMPORTERS = {"ops": TEXT, "user": "from vllm.ops import double as two\nother = l
 
 
 @pytest.mark.parametrize("first", ["imported", "patched"])
-def test_who_imported_a_function_by_its_name_calls_the_same(made_up, first):
+def test_who_imported_a_function_by_its_name_calls_the_same(made_up, monkeypatch, first):
     made_up(IMPORTERS)
-    own = None
+    own, other = None, type(sys)("vllm_other")
+    monkeypatch.setitem(sys.modules, "vllm_other", other)
     if first == "imported":
         user, own = imported("user"), _ops().double
+    other.two = own
     patch = _patch(_double(after=lambda r, a, k: -r))
     patch.apply("1.0.0")
     user = imported("user")
     none = imported("none")
     assert (user.two(1), _ops().double(1), user.other, none.x) == (-2, -2, len, 1)
+    assert other.two is own, "a module of another package"
     assert hooks.checked("p") == {f"{MODULE}:double": "in place"}
     patch.revert()
     assert (user.two(1), _ops().double(1)) == (2, 2)

@@ -49,6 +49,16 @@ def test_patches_by_release():
     assert not any(refused.values())
 
 
+def test_what_only_cuda_sources_could_tell_is_recorded_of_a_known_release_alone(tmp_path):
+    """A wheel has none of them, and what a release had says nothing about another."""
+    patch, wheel = plugin.patches()["topk_nan"], Sources(tmp_path)
+    found = plugin.evidence(patch, plugin.Base("0.18.1"), wheel)
+    assert found.needed
+    assert found.why.endswith("(recorded from the source of 0.18.1)")
+    with pytest.raises(PatchError, match="only it could tell"):
+        plugin.evidence(patch, plugin.Base("0.18.1", "a build of its own"), wheel)
+
+
 def test_notebooks_are_those_of_the_registry():
     assert {name: INCIDENTS[name].notebook for name in NOTEBOOKS} == NOTEBOOKS
 

@@ -97,9 +97,15 @@ def test_the_summary_of_the_real_0_33_0_is_not_lost():
     assert len(said) == 1, done.stderr[-2000:]
 
 
-def test_a_patch_that_stands_in_part_does_not_meet_the_requirement():
-    with pytest.raises(process.RequirementError, match=r"a is partly \(halve\)"):
-        process.required("a", {"a": (process.PARTLY, "halve")}, ["a"])
+@pytest.mark.parametrize("state", ["partly", "refused", "off"])
+def test_a_patch_that_stands_in_part_or_not_at_all_does_not_meet_the_requirement(state):
+    with pytest.raises(process.RequirementError, match=rf"a is {state} \(halve\)"):
+        process.required("a", {"a": (state, "halve")}, ["a"])
+
+
+@pytest.mark.parametrize("state", ["in place", "not needed", "will be patched"])
+def test_a_patch_that_stands_or_is_not_needed_meets_the_requirement(state):
+    process.required("a", {"a": (state, "")}, ["a"])
 
 
 @pytest.mark.parametrize(

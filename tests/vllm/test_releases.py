@@ -38,6 +38,11 @@ def test_releases_and_their_builds():
         assert releases.release(version) == "0.22.1"
 
 
+def test_a_series_is_its_last_release_and_anything_else_is_itself():
+    given = ["v0.18", "0", "0.18.0", "0.18.0+cu129", "main"]
+    assert [*map(releases.last_of_series, given)] == ["0.18.1", *given[1:]]
+
+
 def test_the_table_is_in_order():
     known = [*releases.table()]
     assert known == sorted(known, key=lambda name: [int(part) for part in name.split(".")])

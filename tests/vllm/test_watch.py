@@ -111,12 +111,20 @@ def test_the_first_row_of_each_kind_is_logged_once_with_its_request(watch, caplo
     ]
 
 
-def test_a_row_of_a_prompt_is_named_after_the_prompts_request(watch, caplog):
+@pytest.mark.parametrize(("requests", "more"), [(8, ""), (12, " and 4 more")])
+def test_a_row_of_a_prompt_is_named_after_the_prompts_request(watch, caplog, requests, more):
     watch.begin_step(8)
-    watch.name_requests([f"r{i}" for i in range(12)], {"r0": 1, "r1": 6, "r2": 1})
+    watch.name_requests([f"r{i}" for i in range(requests)], {"r0": 1, "r1": 6, "r2": 1})
     watch.observe("attention", "layers.1", rows_with(6))
     counted(watch)
-    assert caplog.messages[0].endswith("request r1 of batch r0, r1, r2, r3, r4, r5, r6, r7 and 4 more")
+    assert caplog.messages[0].endswith(f"request r1 of batch r0, r1, r2, r3, r4, r5, r6, r7{more}")
+
+
+def test_what_has_no_rows_is_left_out_and_the_watch_goes_on(watch):
+    watch.begin_step(3)
+    for x in (None, torch.zeros(0, 16), torch.full((8,), NAN), rows_with(1)):
+        watch.observe("attention", "layers.0", x)
+    assert counted(watch) == {("attention", "layers.0"): (0, 1)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -49,6 +49,18 @@ def test_a_state_that_is_read_as_attention_says_so():
     assert blocks.pairs == [(ATTENTION, ATTENTION), (STATE, ATTENTION)]
 
 
+def test_a_prompt_that_comes_in_parts_fills_its_blocks():
+    blocks = Blocks([ATTENTION], [SIZE])
+    blocks.step(new=[("a", [[1, 2, 3]], 0, 3 * SIZE)])
+    blocks.step(new=[("b", [[1]], 0, SIZE)], ended=["a"])
+    for part in (1, 2):
+        blocks.step(more=[("b", [[1 + part]], part * SIZE, SIZE)])
+    assert not blocks.stale
+    # A server runs for months: what has ended leaves nothing.
+    blocks.step(ended=["b"])
+    assert not blocks._held
+
+
 def traffic(draw, steps):
     """Requests that come, grow and go in a pool of few blocks; yields what the scheduler would say."""
     free, lengths, held = [*range(1, 24)], {}, {}

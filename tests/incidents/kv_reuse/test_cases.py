@@ -10,6 +10,7 @@ import torch
 from staleproof.cases.words import NOT_RUN
 from staleproof.incidents.kv_reuse import cases, scene
 from staleproof.incidents.kv_reuse.broken import OnChange
+from staleproof.incidents.kv_reuse.host_memory import HostMemory
 from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Step
 
 
@@ -20,6 +21,11 @@ def test_zeroing_on_change_takes_a_block_once_for_each_way_from_mamba_to_attenti
     pick = OnChange()
     steps = [step([1], [2, 3]), step([2], [1]), step([2, 1], []), step([1, 3], [2])]
     assert [pick(one) for one in steps] == [[], [2], [1], [3]]
+
+
+@pytest.mark.parametrize(("traced", "seen"), [(8_200, True), (500, False), (0, False)])
+def test_a_list_is_seen_if_its_own_bytes_are_and_not_a_few_of_others(traced, seen):
+    assert HostMemory(1000, 8_056, traced, gc_sees=False).tracemalloc_sees is seen
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,21 @@ def test_a_choice_that_depends_on_padding_is_wrong(device, monkeypatch):
     assert "over clean padding" in found
 
 
+@pytest.mark.parametrize("expert", [RoutingCase().batch.experts, -1])
+def test_an_id_of_padding_that_names_no_expert_is_wrong(device, monkeypatch, expert):
+    """The id of padding stands in all places of a row or in none."""
+    right = correct.routed
+
+    def far(case: RoutingCase, device: str) -> Routed:
+        weights, ids = right(case, device)
+        padding = scene.is_padding(case, device)
+        weights[padding], ids[padding, 0] = 0.0, expert
+        return weights, ids
+
+    monkeypatch.setattr(correct, "routed", far)
+    assert correct.wrong(RoutingCase(choice="nan_to_num_before"), device) == "ids out of range"
+
+
 def test_a_skipped_row_has_no_weight(device, monkeypatch):
     right = correct.routed
 

@@ -72,6 +72,18 @@ def _one_seed(*args, seed=0, **options):
     return ids.simulate_routing(*args, **options)
 
 
+def _unequal(*args, **options):
+    weights, chosen = ids.simulate_routing(*args, **options)
+    return 1.01 * weights, chosen
+
+
+def _twins(*args, **options):
+    """Each fifth token gets the experts of the one before it."""
+    weights, chosen = ids.simulate_routing(*args, **options)
+    chosen[1::5] = chosen[::5]
+    return weights, chosen
+
+
 def _more_often(times, tokens, experts, top_k, **options):
     """So many tokens more get expert 0 than by chance, where 34 is one deviation."""
     weights, chosen = ids.simulate_routing(tokens, experts, top_k, **options)
@@ -86,6 +98,8 @@ def _more_often(times, tokens, experts, top_k, **options):
         (_neighbours, "pairs of experts"),
         (_one_seed, "another seed"),
         (_one_takes_all, "weights"),
+        (_unequal, "weights"),
+        (_twins, "more in clumps"),
         (broken.simulate_with_replacement, "int64"),
     ],
 )
@@ -115,7 +129,9 @@ def test_packed_ids_and_weights_arrive():
     assert correct.wrong_ids(ID_WIDTHS["packed_int32"], "cpu") is None
 
 
-@pytest.mark.parametrize("what", ["a scale", "a percent", "small numbers to zero"])
+@pytest.mark.parametrize(
+    "what", ["a scale", "a percent", "small numbers to zero", "a part of the range", "wide"]
+)
 def test_a_quantiser_per_token_that_loses_rows_is_wrong(monkeypatch, what):
     def spoilt(x):
         values, scales = broken.row_alone(x)
@@ -123,6 +139,11 @@ def test_a_quantiser_per_token_that_loses_rows_is_wrong(monkeypatch, what):
             scales[3] *= 1.01
         elif what == "a percent":
             values = (x * 1.01 / scales[:, None]).clamp(-448, 448).to(values.dtype)
+        elif what == "a part of the range":
+            scales *= 1.1
+            values = (x * (1 / scales)[:, None]).to(values.dtype)
+        elif what == "wide":
+            values = values.float().where(torch.arange(x.shape[1]) < 64, 0.0).to(values.dtype)
         else:
             values = torch.where(values.float().abs() < 24, 0.0, values.float()).to(values.dtype)
         return values, scales

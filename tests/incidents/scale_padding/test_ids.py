@@ -48,6 +48,7 @@ def test_bad_sizes_are_named():
             draw(0, 8, 2)
         with pytest.raises(ValueError, match="top_k: expected 1 to 8 experts, got 9"):
             draw(1, 8, 9)
+    assert sorted(ids.simulate_routing(1, 8, 8)[1][0].tolist()) == [*range(8)], "a token may get all"
     with pytest.raises(ValueError, match="experts: expected at least 1"):
         ids.duplicate_chance(0, 1)
     with pytest.raises(ValueError, match="topk_weights: expected shape"):

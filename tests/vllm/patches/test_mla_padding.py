@@ -73,10 +73,11 @@ def test_no_row_at_all(device):
     assert _call(out, None, device)[0] is out
 
 
-def test_turboquant_rows(device):
-    seq_lens = torch.tensor([*SEQ_LENS, 5], dtype=torch.int32, device=device)
+@pytest.mark.parametrize("behind", [(), (5,)])
+def test_turboquant_rows(device, behind):
+    seq_lens = torch.tensor([*SEQ_LENS, *behind], dtype=torch.int32, device=device)
     metadata = Space(seq_lens=seq_lens)
-    # The lengths are those of the padded batch; the workspace has more heads than the layer.
+    # The lengths may be those of a larger batch; the workspace has more heads than the layer.
     out = torch.ones(4, 4, 16, device=device)[:3, :2]
     out[1] = torch.nan
     assert patch._clear_turboquant(out, (None, None, None, metadata), {}) is out

@@ -172,7 +172,7 @@ CURED = {
         ({STAGE2: CURED[STAGE2]}, [0, 1, 1, 0]),
         ({STAGE2: CURED[STAGE2].replace("==", "!=")}, [0, 1, 1, 0]),
         ({STAGE2: CURED[STAGE2].replace("==", ">")}, [0, 1, 1, 0]),
-        ({CUTLASS: CURED[CUTLASS]}, [1, 0, 1, 1]),
+        *(({CUTLASS: CURED[CUTLASS].replace("==", sign)}, [1, 0, 1, 1]) for sign in ("==", "<=", ">", "!=")),
         (CURED, [0, 0, 0, 0]),
         ({SHARED: MLA[SHARED].replace("_fwd_kernel_stage2", "_own")}, [1, 1, 1, 0]),
         ({SHARED: None}, [1, 1, 1, 0]),
