@@ -88,6 +88,10 @@ def meet(rank: int, meeting: str, failing: int | None) -> tuple[int, str, str | 
     return rank, meeting, os.environ.get("STALEPROOF_TEST")
 
 
+def variable(rank: int, meeting: str, name: str) -> str | None:
+    return os.environ.get(name)
+
+
 def end_late() -> int:
     """Leaves a thread, what is to be done at the end, and text that is not written yet."""
     atexit.register(print, "at its end")

@@ -222,6 +222,18 @@ def test_a_rank_on_a_cpu_multiplies_bfloat16_about_as_fast_as_float32():
     assert all(right)
 
 
+@LINUX
+@pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_ranks_meet_on_the_loopback_interface_unless_told_otherwise(monkeypatch, name):
+    def told(**given):
+        return children.call_ranks(jobs.variable, 1, name, timeout_s=60, **given)
+
+    monkeypatch.delenv(name, raising=False)
+    assert told() == ["lo"]
+    monkeypatch.setenv(name, "eth8")
+    assert (told(), told(env={name: "eth9"})) == (["eth8"], ["eth9"])
+
+
 def test_the_rank_that_failed_is_named_and_the_others_are_ended():
     begin = time.monotonic()
     with pytest.raises(ChildError, match=r"^rank 1 ended with 1 and said: RuntimeError: out of memory$"):
@@ -232,6 +244,11 @@ def test_the_rank_that_failed_is_named_and_the_others_are_ended():
 def test_ranks_that_hang_are_ended():
     with pytest.raises(ChildError, match=r"^the ranks gave no answer within 0 s$"):
         children.call_ranks(jobs.meet, 2, 7, timeout_s=0.3)
+    begin = time.monotonic()
+    # The limit that ended them is named.
+    with children.within(0.3), pytest.raises(ChildError, match=r"^the ranks gave no answer within 0 s$"):
+        children.call_ranks(jobs.meet, 2, 7, timeout_s=20)
+    assert time.monotonic() - begin < 15
 
 
 def test_a_child_of_a_thread_answers():

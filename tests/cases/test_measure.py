@@ -38,8 +38,8 @@ def test_quantiles_are_microseconds_a_launch():
     [(measure.rotation(10**9, l2=1), measure.COLD), (measure.WARM, measure.WARM), (None, None)],
 )
 def test_times_that_something_else_took_are_rows_of_right_providers_alone(turns, where, capsys):
-    taken = dict.fromkeys(("limit: none", "peer", "worse peer"), measure.Times(2.0, 1.0, 3.0))
-    wrong = {"peer": "", "worse peer": "row 3 is stale"}.__getitem__
+    taken = dict.fromkeys(("limit: none", "peer", "peer without limits"), measure.Times(2.0, 1.0, 3.0))
+    wrong = {"peer": "", "peer without limits": "row 3 is stale"}.__getitem__
     timing = measure.Timing(
         *("a", "k", "bf16", "rows", 4, 8, taken, turns, wrong), more=lambda name: {"x": name}
     )
@@ -48,7 +48,7 @@ def test_times_that_something_else_took_are_rows_of_right_providers_alone(turns,
     assert [(row["provider"], row["x"], row["cache"]) for row in rows] == expected
     said = {"incident": "a", "kernel": "k", "x_name": "rows", "x_value": 4, "bytes": 8}
     assert rows[0].items() >= (said | {"p50": 2.0, "p20": 1.0, "p80": 3.0}).items()
-    assert capsys.readouterr().out == "worse peer: refused, row 3 is stale, bf16, 4 rows\n"
+    assert capsys.readouterr().out == "peer without limits: refused, row 3 is stale, bf16, 4 rows\n"
 
 
 @pytest.mark.parametrize("turns", [measure.Rotation(2, ("warm", "cold")), "warm", None])

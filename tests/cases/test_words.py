@@ -85,3 +85,5 @@ def test_a_false_line_of_a_file_becomes_what_it_shows():
         assert read.note.startswith("said fixed, but off/on/off gave")
     hoped = Finding.from_json(good | {"three": vars(three) | {"on": "leaked"}, "expected": "not fixed"})
     assert (hoped.verdict, hoped.ok) == ("not fixed", True)
+    # What says that it was not run is taken at its word, whatever stands beside it.
+    assert not Finding.from_json(good | {"verdict": "not run", "outcome": "not run"}).ran

@@ -318,6 +318,13 @@ def test_bench_prints_each_row(root, capsys, monkeypatch):
     assert cli.main(["bench", "clear"]) == 0
     _, row = capsys.readouterr().out.splitlines()
     assert row.split() == ["graph", "live", "1", "staleproof", "2.00", "1.90", "2.20", "2.00", "1.00"]
+    (root / "benchmarks/other.py").write_text(f"def rows():\n    yield {MEASUREMENT | {'mode': 'eager'}!r}\n")
+    assert cli.main(["bench"]) == 0
+    modes = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert modes == ["mode", "graph", "mode", "eager"]
+    monkeypatch.setattr(terminal, "width", lambda: 80)
+    assert cli.main(["bench", "clear"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 @pytest.fixture
@@ -351,7 +358,7 @@ def test_lab_as_root_wants_a_choice(root, started, monkeypatch, capsys):
         assert started.pop()[-1] == option
 
 
-def test_doctor_names_what_is_skipped_and_why(capsys):
+def test_doctor_names_what_is_skipped_and_why(monkeypatch, capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert str(device.provenance()) in out
@@ -360,6 +367,11 @@ def test_doctor_names_what_is_skipped_and_why(capsys):
         (line,) = (line for line in out.splitlines() if line[6:].startswith(name))
         assert line[:6] in ("yes   ", "skip  ")
         assert line[26:].strip(), line
+    # Both modules are needed, with the bounds check and without.
+    reason = "staleproof.incidents.moe_routing.fused_moe.unavailable_reason"
+    monkeypatch.setattr(reason, lambda check=True: None if check else "half of it")
+    assert cli.main(["doctor"]) == 0
+    assert f"skip  {'FlashInfer MoE':<20}half of it\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -378,6 +390,7 @@ def test_doctor_names_what_is_skipped_and_why(capsys):
             ["mla", ["FLASH"]],
         ),
         ("staleproof.engine.watching.follow", ["watch", "host:1", "--every", "7"], None, ["host:1", 7.0]),
+        ("staleproof.engine.watching.follow", ["watch", "host:1"], None, ["host:1", 2.0]),
         ("staleproof.device.select", ["record", "--device", "cpu"], "cpu", ["cpu"]),
         ("staleproof.device.select", ["engine", "blocks", "--device", "cpu"], "cpu", ["cpu"]),
     ],
@@ -403,6 +416,14 @@ def test_the_modules_are_built_from_where_and_to_where_was_asked(monkeypatch, tm
     assert cli.main(["moe-module", "build", *(options if given else [])]) == 0
     assert asked == [(tmp_path, tmp_path / "to", 3) if given else (None, None, None)]
     assert capsys.readouterr().out == "built\n"
+
+
+def test_a_page_that_cannot_be_written_is_noticed_before_anything_runs(root, incident, capsys):
+    asked = incident(clean)
+    (root / "workbook/_build/index.html").mkdir(parents=True)
+    assert cli.main(["report", "--execute"]) == 2
+    assert "index.html: cannot be written: it is a folder" in one_line(capsys.readouterr().err)
+    assert asked == []
 
 
 @pytest.mark.parametrize(("answer", "code"), [(clean, 0), (wrong, 1)])

@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 
 from staleproof.cli import app as cli
+from staleproof.triage.facts import ASK
 
 LOGS = Path(__file__).parents[1] / "triage/logs"
 OOM = LOGS / "vllm-0.18.1-oom-gb200.log"
@@ -48,9 +49,30 @@ def test_a_log_as_file_as_argument_and_from_stdin_say_the_same(capsys, monkeypat
         assert diagnose(capsys, *dash) == by_option
 
 
+def test_a_log_of_one_line_that_names_the_model_and_one_with_a_broken_character_are_read(capsys, tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text("Resolved architecture: DeepseekV3ForCausalLM")
+    assert "known: model mla moe no hybrid (line 1)\n" in diagnose(capsys, str(path))
+    path.write_bytes(OOM.read_bytes() + b"\xff")
+    assert diagnose(capsys, str(path)) == diagnose(capsys, str(OOM))
+
+
 def test_an_option_overrides_the_log(capsys):
     text = diagnose(capsys, "-v", "--log", str(OOM), "--version", "0.20.0")
     assert "decode_buffer: vLLM 0.20.0 does not have it (0.18.0 to 0.19.1 do)" in " ".join(text.split())
+
+
+def test_what_options_and_answers_say_of_the_backend_says_something_of_the_model_and_the_graphs(
+    capsys, monkeypatch
+):
+    given = ("--symptom", "nan", "--backend", "TRITON_MLA", "--graphs", "full", "--version", "0.20.2")
+    said = " ".join(diagnose(capsys, *given).split())
+    assert "graphs piecewise (Triton MLA has no full graphs before 0.22.0)" in said
+    assert "model mla (--backend)" in said
+    answers = {ASK["symptom"]: "OOM", ASK["version"]: "0.18.1", ASK["backend"]: "FLASHINFER_MLA"}
+    monkeypatch.setattr(typer, "prompt", lambda text, **_: answers.get(text, ""))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert "model mla (you)" in " ".join(diagnose(capsys).split())
 
 
 def test_words_are_read_with_the_symptom_and_an_option_overrides_them(capsys):
@@ -67,6 +89,7 @@ def test_words_replace_what_a_log_of_another_kind_says(capsys):
     text = diagnose(capsys, log, "--symptom", "host memory grows")
     assert "fits: undrained_ids" in text
     assert "note: line 5 of the log looks like a host out of memory" in text
+    assert "symptom leak (your words)" in " ".join(text.split())
     words = json.loads(diagnose(capsys, log, "--symptom", "NaN from Qwen3-Next", "--json"))
     assert words["known"]["model"] == {"mla": False, "moe": True, "hybrid": True}
     # Nor is it the answer where nothing fits the words.

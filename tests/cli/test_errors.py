@@ -47,6 +47,7 @@ from staleproof.vllm import sources
         (["patches", "--version", "9.9"], "--version: vLLM 9.9 is not a release we know (nearest: 0.33.0)"),
         (["patches", "--version", "main"], "--version: vLLM main is not a version"),
         (["patches", "--explain", "nope"], "--explain: unknown patch 'nope'; known: mla_padding"),
+        (["patches", "--explain", "nope", "--version", "0.18.1"], "--explain: unknown patch 'nope'"),
         (
             ["patches"],
             "staleproof: no vLLM is installed; name a release: staleproof patches --version 0.18.1",
@@ -56,6 +57,7 @@ from staleproof.vllm import sources
         (["run", "--json"], "staleproof: Option '--json' requires an argument"),
         (["compare"], "staleproof compare: Missing argument"),
         (["compare", "one"], "second: give a second run, or --predictions"),
+        (["watch", "localhost:1", "--json"], "staleproof: watch: --json needs --once"),
     ],
 )
 def test_bad_input_is_one_line_and_2(root, incident, capsys, monkeypatch, arguments, said):
@@ -117,7 +119,11 @@ def test_a_device_that_is_absent_is_2(root, incident, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("missing", "ends"), [("torch", 2), ("prometheus_client", 2), ("a_module_of_ours", ModuleNotFoundError)]
+    ("missing", "ends"),
+    [
+        *((name, 2) for name in ("torch", "triton", "numpy", "prometheus_client")),
+        ("a_module_of_ours", ModuleNotFoundError),
+    ],
 )
 def test_a_package_that_staleproof_needs_and_nobody_installed_is_one_line(
     root, incident, capsys, monkeypatch, missing, ends

@@ -155,9 +155,8 @@ def test_the_cuda_tracker_reads_the_allocators_trace(monkeypatch):
     assert (tracker.now, tracker.peak) == (120, 150)
     how = {"context": "state", "stacks": "python", "clear_history": True}
     assert recorded == [(("all",), how), ((None,), {})]
-    # Block 2 is freed before the second phase.
-    blocks.remove(blocks[1])
-    segments[1]["blocks"] = []
+    # Block 2 is freed before the second phase, and waits for another stream.
+    segments[1]["blocks"] = [block(2, "active_pending_free")]
     traces[0] = [event("alloc", 3, 8)]
     tracker.begin("serve")
     assert (tracker.now, tracker.peak) == (100, 100)

@@ -150,6 +150,13 @@ def test_the_first_rows_are_packed_and_come_back_whole(device):
     assert found == [(2**30 - 2, 255, 1003, False), (2**30 - 2, 255, 999, False)]
 
 
+def test_the_steps_of_a_server_that_runs_for_months_begin_again(device):
+    board = Board(device)
+    board.begin(2**30 + 5, 1, counted=True)
+    board.count(3, torch.full((2, 2), torch.nan))
+    assert [crossing(packed)[:3] for packed in board.numbers[-2:].tolist()] == [(5, 3, 1), (5, 3, 0)]
+
+
 @pytest.mark.parametrize(
     ("slot", "x", "ids", "padding", "said"),
     [

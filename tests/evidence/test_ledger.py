@@ -255,6 +255,17 @@ def test_what_is_there_is_predicted_though_layers_that_know_of_it_are_fewer():
     assert str(replace(keys, layers=2)) == "`keys`: 2 MiB x 2 layers = 6 MiB"
 
 
+def test_of_layers_that_differ_the_largest_buffer_and_the_most_common_kind_are_expected():
+    tree = nn.ModuleList([nn.Identity(), nn.Identity(), nn.Identity(), nn.Tanh()])
+    ledger = begun(tree)
+    with ledger.phase("serve"):
+        for number, rows in ((0, 1), (1, 2), (3, 1)):
+            tree[number].out = torch.zeros(rows, EACH // 4)
+    (owner,) = ledger.read().surprises
+    assert (owner.holders, owner.bytes, owner.bytes_each, owner.layers) == (3, 4 * EACH, 2 * EACH, 3)
+    assert owner.predicted == 6 * EACH
+
+
 def test_the_largest_prediction_comes_first():
     tree = nn.ModuleList(nn.Identity() for _ in range(4))
     ledger = ledgers.AllocationLedger(tree)

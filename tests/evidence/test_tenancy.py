@@ -78,6 +78,10 @@ STORIES = {
         "old writes 9 fp32; A takes 1 e4m3; A writes 1 e4m3; step; A takes 9 e4m3; A writes 9 e4m3; B hits 1",
         {"A": [stale(9, "old", "1 step", 1)], "B": []},
     ),
+    "nor is what was wiped after it": (
+        "A takes 1, 9 e4m3; A writes 1, 9 e4m3; step; zero 9; B hits 1",
+        {"A": ["block 9: wiped in step 1, 1 step after A wrote e4m3 there"], "B": []},
+    ),
     "owners that hit each other end": (f"{BOTH}; A hits 2; B hits 1", {"A": []}),
     "a hit on a block that its owner never wrote reads what the owner found there": (
         "A writes 1, 2 fp32; step; B takes 1, 2 e4m3; zero 2; C hits 1, 2",

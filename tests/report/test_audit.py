@@ -49,6 +49,9 @@ def test_the_table_has_a_sign_a_clause_and_a_line_a_break(capsys):
         "INTERPRETED on CPU x: 1 of 2 subjects ran",
     ]
     assert audit.cells(ROWS) == (["", "E", "T", "B"], [["decode", "X", "+", "u"], ["prefill", ".", "", ""]])
+    # Releases side by side, though an audit onto an earlier one has its new rows last.
+    later = [replace(row, release="kernels 2.0") for row in ROWS[:1]]
+    assert [line[0] for line in audit.cells([*later, *ROWS])[1]] == ["decode", "prefill", "decode"]
     audit.print_table(ROWS[3:])
     assert capsys.readouterr().out.splitlines() == [
         "not run  kernels 1.0 prefill: needs a CUDA GPU",
@@ -85,6 +88,7 @@ def test_a_name_that_no_subject_has_is_bad_input(answers, capsys, tmp_path):
     # An earlier audit that answered all of it leaves nothing to ask.
     write_findings(path, ROWS)
     assert cli.main(["audit", "--only", "decode", "--onto", str(path)]) == 0
+    assert cli.main(["audit", "--only", "decoed", "--onto", str(path)]) == 2
 
 
 def test_a_picture_is_drawn_of_all_answers_and_named(answers, monkeypatch, tmp_path, capsys):
@@ -99,9 +103,9 @@ def test_a_picture_is_drawn_of_all_answers_and_named(answers, monkeypatch, tmp_p
 def test_again_asks_what_breaks_documented_or_not(monkeypatch, tmp_path):
     asked = []
 
-    def ask(*_, again, known, **__):
-        # What the earlier audit answered is not asked again.
-        assert known == ROWS
+    def ask(*_, again, known, limit_s, **__):
+        # What the earlier audit answered is not asked again, and a clause has a minute.
+        assert (known, limit_s) == (ROWS, 60)
         asked.append({*again})
         return iter(ROWS)
 
@@ -155,7 +159,8 @@ def test_the_picture_shows_each_verdict_and_leaves_out_what_did_not_run(tmp_path
     assert texts(others.get_yticklabels()) == ["1.0 decode"]
     assert texts(axes.get_xticklabels()) == ["E", "T", "B"]
     assert {label.get_rotation() for label in (*axes.get_xticklabels(), *axes.get_yticklabels())} == {0}
-    (alone,) = audit.heat_map(ROWS).axes
+    # What did not run on the GPU is not what it measured.
+    (alone,) = audit.heat_map([*ROWS[:3], replace(ROWS[3], provenance="MEASURED")]).axes
     assert texts(alone.get_yticklabels()) == ["1.0 decode"]
     two = audit.heat_map([*ROWS, replace(ROW, variant="verify", question="N")])
     (mesh,) = two.axes[0].collections
@@ -168,6 +173,13 @@ def test_the_picture_shows_each_verdict_and_leaves_out_what_did_not_run(tmp_path
     for _ in range(2):
         audit.draw(ROWS, path)
         assert path.read_text().startswith("<?xml")
+
+
+def test_of_a_kernel_that_ran_on_several_machines_the_gpu_answers_all_clauses():
+    gpu = replace(ROW, verdict=HOLDS, machine={"name": "H200"}, provenance="MEASURED")
+    for rows in ([gpu, *ROWS[:2]], [*ROWS[:2], gpu]):
+        assert audit.by_machine(rows) == [gpu]
+    assert audit.by_machine([replace(gpu, verdict="not run"), *ROWS[:2]]) == ROWS[:2]
 
 
 def test_no_label_of_the_recorded_audits_is_cut(monkeypatch):

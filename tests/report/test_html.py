@@ -85,6 +85,7 @@ def test_a_verdict_has_the_colour_of_its_outcome_and_a_mark_if_it_was_not_expect
     assert '<td class="good unexpected">clean <b>unexpected</b>, expected leaked</td>' in made
     assert '<td class="bad unexpected">leaked <b>unexpected</b>, expected clean</td>' in made
     assert '<td class="absent" title="needs &lt;SM100&gt;">not run</td>' in made
+    assert "<li>not run: mla_padding, theirs: needs &lt;SM100&gt; (d)</li>" in made
     # Wrong is no cure.
     assert re.search(r'<td class="bad"[^>]*>wrong</td>', made)
     assert '<td class="good">fixed</td>' in made
@@ -110,16 +111,22 @@ def test_differences_come_first_and_an_unexpected_verdict_is_not_hidden_by_a_goo
     assert "1 match, 1 mismatch" in section
 
 
+def test_an_answer_that_came_later_is_shown_in_place_of_none(root):
+    told = html._answers([absent("q", "v", "no GPU"), found("q", "v", "clean", "clean")], [])
+    assert [one.verdict for row in told["same"].values() for one in row.values()] == ["clean"]
+
+
 def test_a_card_shows_its_proof_what_to_do_and_the_grade(root):
     one = write(
         root / "notebooks/01_mla_padding.ipynb",
         v4.new_markdown_cell("# 01\n## First bad stage\nbefore"),
         drawing("Picture, RECORDED, us\nrow\n", alt="what it shows", caption="RECORDED, us"),
     )
-    made = page(fix("one"), fix("two"), fix("bad", on="leaked"), notebooks=[one])
+    fixes = fix("one"), fix("two"), fix("bad", on="leaked"), fix("large", wrong="rows are too large")
+    made = page(*fixes, notebooks=[one])
     card = made[made.index('id="mla_padding"') : made.index('id="decode_buffer"')]
     rows = re.findall(r"<tr><th scope=\"row\">(.*?)</th>(.*?)</tr>", card)
-    assert [name for name, _ in rows] == ["one, two", "bad"]
+    assert [name for name, _ in rows] == ["one, two", "bad", "large"]
     assert rows[0][1].startswith(
         '<td class="bad">leaked</td><td class="good">clean</td><td class="bad">leaked</td>'
     )
@@ -138,6 +145,15 @@ def test_a_card_without_a_proof_of_this_machine_shows_a_recorded_one(root):
     made = page(fix("own"), not_run("decode_buffer", "off/on/off", "own", "no device"), runs=runs)
     cards = made.partition('id="verdicts"')[0]
     assert re.findall(r'<th scope="row">(own|theirs)</th>', cards) == ["own", "theirs"]
+
+
+def test_without_findings_of_its_own_the_page_shows_the_recorded_ones_a_column_a_run(root):
+    recorded(root, found("q", "v", "leaked"), name="a")
+    runs = recorded(root, found("q", "v", "clean"), name="b")
+    made = page(runs=runs)
+    assert "<summary>mla_padding, matrices</summary>" in made
+    for run in runs:
+        assert f'<th scope="col">{run.machine}, {run.folder.name}</th>' in made
 
 
 def test_matrices_and_engines_escape_what_they_show(root):
@@ -328,7 +344,8 @@ def test_report_execute_exits_1_where_a_notebook_stops_and_still_writes(root, ca
     assert cli.main(["report", "--execute"]) == 1
     captured = capsys.readouterr()
     # A line an incident; the findings are on the page.
-    assert "mla_padding: 1 as expected, 0 not as expected, 0 not run\n" in captured.out
+    for name in INCIDENTS:
+        assert f"{name}: 1 as expected, 0 not as expected, 0 not run\n" in captured.out
     assert "mla_padding, q, v" not in captured.out
     assert "01_bad.ipynb: code cell 1 raised AssertionError: no verdict" in captured.err
     text = (root / "workbook/_build/index.html").read_text()

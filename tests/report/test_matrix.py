@@ -77,6 +77,8 @@ def test_an_unexpected_finding_is_not_hidden_by_a_later_good_one():
     good = finding("a", "q", "v", "clean", expected="clean")
     for order in ([bad, good], [good, bad]):
         assert "leaked (expected clean)" in matrix.text(order)
+    (panel,) = matrix.build([not_run("a", "q", "v", "no GPU"), good])
+    assert panel.cells["v", "q"] is good
 
 
 @pytest.mark.parametrize(
@@ -125,8 +127,8 @@ a: A title
            q, v4: clean, expected leaked; and 1 more
   symptom  it looks true
   cause    it lies; not confirmed by this run
-  fails    clamp (NaN bias: leaked); late (a: leaked); shared (cures
-           none of 2 causes)
+  fails    clamp (NaN bias: leaked; a: leaked); late (a: leaked); shared
+           (cures none of 2 causes)
   fixed    clamp (in the other cases), ours (top 4; graphs; x), many (4
            cases)
   verdicts 18 as expected, 6 not as expected, 1 not run (INTERPRETED,
@@ -148,7 +150,7 @@ def fixes() -> list[Finding]:
     # Of what was served, only what was tried as a remedy, and did not hold.
     for question, variant, verdict in (
         *(("served a", "late", "leaked"), ("b", "late", "clean"), ("b", "never", "leaked")),
-        *(("served a", "clamp", "clean"), ("q", "late", "leaked")),
+        *(("served a", "clamp", "leaked"), ("q", "late", "leaked")),
     ):
         found.append(finding("a", question, variant, verdict, expected=verdict))
     for remedy, verdicts in (("shared", ("not cured", "helped")), ("one", ("not cured", "cured"))):

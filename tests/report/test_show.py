@@ -132,14 +132,18 @@ def test_answers_show_every_question_and_why_one_was_not_put(capsys):
             finding("mla_padding", "empty row", "ours", "zero"),
             finding("mla_padding", "past seq_len", "ours", "clean"),
             not_run("mla_padding", "empty row", "theirs", "needs an SM100 GPU"),
+            not_run("mla_padding", "past seq_len", "theirs", "needs vLLM"),
+            finding("mla_padding", "empty row", "late", "zero"),
         ]
     )
     assert capsys.readouterr().out.splitlines() == [
         "        empty row  past seq_len",
         "------  ---------  ------------",
         "ours    zero       clean",
-        "theirs  not run    -",
+        "theirs  not run    not run",
+        "late    zero       -",
         "not run: theirs: needs an SM100 GPU",
+        "not run: theirs: needs vLLM",
     ]
 
 

@@ -119,7 +119,7 @@ def test_where_findings_are_kept_and_of_which_source_the_others_are(tmp_path, mo
 
 
 def test_verdicts_are_printed_as_a_conclusion_the_runs_beside_it_and_on_request_the_matrices(
-    tmp_path, capsys
+    tmp_path, monkeypatch, capsys
 ):
     found = [finding("a", "q", "v", "clean"), not_run("a", "q", "w", "no GPU")]
     for name, incident, verdict in (("r", "a", "clean"), ("s", "a", "leaked"), ("t", "b", "clean")):
@@ -137,6 +137,10 @@ def test_verdicts_are_printed_as_a_conclusion_the_runs_beside_it_and_on_request_
         more = ["", *matrix.text(found).splitlines()] if verbose else []
         own = ["", *conclusion.text(found, 100).splitlines()]
         assert lines == [*own, *beside, *more]
+    shown = Console(width=60, force_terminal=True, color_system=None)
+    monkeypatch.setattr(terminal, "console", lambda: shown)
+    terminal.print_verdicts(found, [], True)
+    assert capsys.readouterr().out.splitlines()[-1] == "not run: a, w: no GPU (q)"
 
 
 @pytest.mark.parametrize("columns", [None, 30])

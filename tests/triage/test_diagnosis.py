@@ -107,6 +107,20 @@ def test_the_first_line_that_says_what_went_wrong_decides():
         assert logs.read(f"{line}\n{crash}").known["symptom"] == symptom
 
 
+# What went wrong -> how vLLM, torch, CUDA and our watch write it.
+WRITTEN = {
+    "crash": "an illegal memory access was, cudaErrorIllegalAddress, CUDA_ERROR_ILLEGAL_ADDRESS",
+    "oom": "CUDA out of memory, torch.OutOfMemoryError: 2 GiB, CUDA error: out of memory",
+    "nan": "Corrupted: 12 reqs, NaNs found in the logits, first live row with NaN, NaN detected, !!!!!!!!",
+}
+
+
+@pytest.mark.parametrize("symptom", WRITTEN)
+def test_what_went_wrong_is_known_however_it_is_written(symptom):
+    known = {line: logs.read(f"ERROR 04-02 22:05:45 {line}").known for line in WRITTEN[symptom].split(", ")}
+    assert known == dict.fromkeys(known, {"symptom": symptom})
+
+
 NAMED = "Initializing a V1 LLM engine (v0.20.2) with config: model='deepseek-ai/DeepSeek-V3', seed=0"
 LLAMA = "Resolved architecture: LlamaForCausalLM"
 
@@ -118,6 +132,21 @@ def test_a_fact_says_its_line_and_the_last_line_holds():
     )
     assert known.known == {"graphs": "piecewise"}
     assert known.origin["graphs"] == "line 2"
+
+
+# A fact stands in several lines of a whole log, and one of them is enough.
+ALONE = {
+    "█ ▀▄▀ █  version 0.20.2": {"version": "0.20.2"},
+    "staleproof on vLLM 0.20.2, this process: in place: mla_padding": {"version": "0.20.2"},
+    "Cudagraph is disabled under eager mode": {"graphs": "none"},
+    "Overriding cudagraph_mode from FULL_AND_PIECEWISE to PIECEWISE": {"graphs": "piecewise"},
+    "Using 'MARLIN' NvFp4 MoE backend out of potential": {"moe_backend": "marlin", "quant": "nvfp4"},
+}
+
+
+@pytest.mark.parametrize("line", ALONE)
+def test_one_line_is_enough_for_its_facts(line):
+    assert logs.read(line).known == ALONE[line]
 
 
 @pytest.mark.parametrize("name", FROM_LOGS)
@@ -147,6 +176,28 @@ def test_an_error_before_the_server_is_ready_is_one_at_start():
     assert logs.read(f"{begun}\nApplication startup complete.\n{oom}").known["phase"] == "serving"
     # A log without its beginning does not say when.
     assert "phase" not in logs.read(oom).known
+    assert logs.read(oom).looks_like == ""
+
+
+def test_an_engine_that_failed_to_start_did_not_serve():
+    """Though it had its cache already."""
+    ready = "init engine (profile, create kv cache, warmup model) took 9.31 seconds"
+    for line in ("CUDA out of memory. Tried to allocate 2.00 GiB", "an illegal memory access"):
+        assert logs.read(f"{ready}\n{line}").known["phase"] == "serving"
+        assert logs.read(f"{ready}\n{line}\nEngineCore failed to start.").known["phase"] == "start"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Running: 3 reqs, Waiting: 0 reqs, Corrupted: 0 reqs",
+        # As every server says of its first rank, with expert parallelism or without.
+        "rank 0 in world size 1 is assigned as DP rank 0, PP rank 0, TP rank 0, EP rank 0",
+        "Up and running!!!!",
+    ],
+)
+def test_a_line_of_a_sound_server_says_nothing_is_wrong_and_nothing_of_it(line):
+    assert logs.read(line).known == {}
 
 
 def test_what_a_log_says_in_unknown_words_stays_unknown_with_a_note():
@@ -185,6 +236,18 @@ def test_models_by_name(name, there):
 
 
 @pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("Qwen/Qwen3.5-27B", {"hybrid": True}),
+        ("LFM2ForCausalLM", {"hybrid": True}),
+        ("DeepseekV4ForCausalLM", {"moe": True}),
+    ],
+)
+def test_of_a_family_with_several_kinds_of_models_no_more_is_known_than_all_have(name, known):
+    assert facts.traits(name) == known
+
+
+@pytest.mark.parametrize(
     ("line", "traits", "origin"),
     [
         (
@@ -193,6 +256,7 @@ def test_models_by_name(name, there):
             "line 1",
         ),
         ("Using FLASH_ATTN attention backend out of x\nUsing Triton GDN kernels", {"hybrid": True}, "line 2"),
+        ("GatedDeltaNetAttention", {"hybrid": True}, "line 1"),
         (f"{LLAMA}\nMambaSpec", {"mla": False, "moe": False, "hybrid": True}, "line 1"),
         # The architecture says more than a name, whichever comes first; and colours hide no line.
         (f"{LLAMA}\n{NAMED}", {"mla": False, "moe": False, "hybrid": False}, "line 1"),
@@ -238,12 +302,14 @@ def test_a_prefill_backend_is_not_the_decode_backend():
     ("given", "message"),
     [
         ({"symptom": "slow"}, "symptom: expected one of nan .* got 'slow'"),
+        ({"symptom": "a nanosecond late"}, "symptom: expected one of nan .* got 'a nanosecond late'"),
         (
             {"version": "0.18.7"},
             r"version: vLLM 0.18.7 is not a release we know \(nearest: 0.18.1, 0.19.0\)$",
         ),
         ({"gpu": "voodoo2"}, "gpu: expected one of A100, .* got 'voodoo2'"),
         ({"graphs": "maybe"}, "graphs: expected one of none, piecewise, full, got 'maybe'"),
+        ({"graphs": "not sure"}, "graphs: expected one of none, piecewise, full, got 'not sure'"),
         ({"parallel": "pp"}, r"parallel: expected dp, ep, dp\+ep or none, got 'pp'"),
         (
             {"backend": "triton"},
@@ -328,6 +394,12 @@ def test_what_was_measured_otherwise_comes_after_what_nothing_speaks_against():
     assert [*standing(here).values()][:2] == [judge.MEASURED, judge.SO_FAR]
 
 
+def test_where_it_was_reported_says_more_than_the_kind_of_model():
+    given = {"symptom": "nan", "version": "0.18.1", "model": "Kimi-Linear", "graphs": "full"}
+    known = of(**given, scheduling="async", gpu="b200")
+    assert [*standing(known).items()][:2] == [("empty_rows", judge.FITS), ("staging_race", judge.FITS)]
+
+
 def test_an_old_triton_mla_has_no_full_graphs():
     known = of(symptom="nan", version="0.20.2", backend="TRITON_MLA", graphs="full")
     assert known.known["graphs"] == "piecewise"
@@ -367,7 +439,8 @@ def test_a_row_of_two_patches_stands_while_one_of_them_is_missing():
     )
     known.in_place = ("topk_nan",)
     assert standing(known)["repeated_experts"] == judge.FITS
-    known.in_place = ("topk_nan", "duplicate_experts")
+    line = "staleproof on vLLM 0.18.1, this process: in place: topk_nan, duplicate_experts"
+    known.in_place = logs.read(line).in_place
     assert "repeated_experts" not in standing(known)
 
 
@@ -419,6 +492,8 @@ SENTENCES = {
         {"symptom": "nan", "version": "0.20.2", "graphs": "full"},
         {"mla", "moe"},
     ),
+    # What is said of the model is more than what its name says.
+    "NaN from a Llama with MoE layers": ({"symptom": "nan"}, {"moe"}),
     "!!!! on GB200, NVFP4, dp": (
         {"symptom": "nan", "gpu": "sm100", "quant": "nvfp4", "parallel": "dp"},
         set(),
@@ -436,6 +511,28 @@ SENTENCES = {
         {"mla", "moe", "hybrid"},
     ),
 }
+
+
+# The same of what is said beside a symptom.
+BESIDE = {
+    "gpu": {"sm100": "B200, on Blackwell", "sm90": "sm_90, on Hopper"},
+    "graphs": {
+        "none": "--enforce-eager, eager, no graphs, without CUDA graphs, graphs off",
+        "piecewise": "piecewise CUDA graphs",
+        "full": "full graphs",
+    },
+    "quant": {"nvfp4": "FP4, NVFP4", "fp8": "FP8", "none": "BF16, fp16"},
+    "parallel": {"dp": "DP, data parallel", "ep": "EP, expert-parallel", "dp+ep": "DEP, dp+ep"},
+    "scheduling": {"async": "async scheduling", "sync": "sync scheduling, no async scheduling"},
+    "phase": {"start": "at startup, on start", "serving": "under load, serving"},
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_fact_is_read_out_of_a_sentence_however_it_is_said(name):
+    said = {one: word for word, given in BESIDE[name].items() for one in given.split(", ")}
+    known = {one: facts.from_words(f"NaN {one}").known for one in said}
+    assert known == {one: {"symptom": "nan", name: word} for one, word in said.items()}
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)

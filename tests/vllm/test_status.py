@@ -181,7 +181,7 @@ def test_the_upgrade_is_the_first_later_release_with_the_fewest_defects(monkeypa
     assert status.upgrade(decided, release) == line
 
 
-@pytest.mark.parametrize("plugins", ["", "other", "other,second"])
+@pytest.mark.parametrize("plugins", ["", "other", "other,second", "other, staleproof"])
 def test_a_plugin_that_vllm_does_not_load_patches_nothing(installed, patches, monkeypatch, plugins):
     installed("0.22.1", FILES)
     monkeypatch.setenv("VLLM_PLUGINS", plugins)
@@ -189,7 +189,7 @@ def test_a_plugin_that_vllm_does_not_load_patches_nothing(installed, patches, mo
     assert (code, "will be patched" in text) == (3, False)
     assert "affected    scale_padding" in text
     assert f"warning: VLLM_PLUGINS={plugins} leaves staleproof out: nothing is patched" in text
-    monkeypatch.setenv("VLLM_PLUGINS", "other, staleproof")
+    monkeypatch.setenv("VLLM_PLUGINS", "other,staleproof")
     assert "warning" not in patches()[1]
 
 
