@@ -389,7 +389,12 @@ def test_doctor_names_what_is_skipped_and_why(monkeypatch, capsys):
             SimpleNamespace(run=lambda *_: (one for one in ())),
             ["mla", ["FLASH"]],
         ),
-        ("staleproof.engine.watching.follow", ["watch", "host:1", "--every", "7"], None, ["host:1", 7.0]),
+        (
+            "staleproof.engine.watching.follow",
+            ["watch", "host:1/metrics/", "--every", "7"],
+            None,
+            ["host:1/metrics", 7.0],
+        ),
         ("staleproof.engine.watching.follow", ["watch", "host:1"], None, ["host:1", 2.0]),
         ("staleproof.device.select", ["record", "--device", "cpu"], "cpu", ["cpu"]),
         ("staleproof.device.select", ["engine", "blocks", "--device", "cpu"], "cpu", ["cpu"]),

@@ -538,3 +538,22 @@ def test_a_child_tells_each_answer_at_once_and_then_with_its_script(monkeypatch,
         wanted += [("k", *row) for row in told if row[0] == clause]
     assert said == wanted
     assert limits == [1] + [(5.0, True), "off"] * len(clauses)
+
+
+def test_two_kernels_of_one_name_are_refused(tmp_path):
+    # Otherwise the second would be audited as the first.
+    (tmp_path / "two.py").write_text(
+        "from staleproof import audit\n"
+        "def make(by):\n"
+        "    @audit.rows(reference=lambda x: 2 * x)\n"
+        "    def kernel(x):\n"
+        "        return by * x\n"
+        "    return kernel\n"
+        "right, again, wrong = make(2), None, make(3)\n"
+        "again = right\n"
+    )
+    with pytest.raises(ValueError, match="name: expected another for each kernel, got 'kernel'"):
+        runner.listed(str(tmp_path / "two.py"))
+    text = (tmp_path / "two.py").read_text()
+    (tmp_path / "one.py").write_text(text.replace("make(3)", "None"))
+    assert [one.name for one in runner.listed(str(tmp_path / "one.py"))] == ["kernel"]

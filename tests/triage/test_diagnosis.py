@@ -118,7 +118,7 @@ WRITTEN = {
 @pytest.mark.parametrize("symptom", WRITTEN)
 def test_what_went_wrong_is_known_however_it_is_written(symptom):
     known = {line: logs.read(f"ERROR 04-02 22:05:45 {line}").known for line in WRITTEN[symptom].split(", ")}
-    assert known == dict.fromkeys(known, {"symptom": symptom})
+    assert known == {line: {"symptom": symptom} for line in known}
 
 
 NAMED = "Initializing a V1 LLM engine (v0.20.2) with config: model='deepseek-ai/DeepSeek-V3', seed=0"
@@ -505,6 +505,17 @@ SENTENCES = {
     "crash in flashinfer_cutlass, Qwen3-Next, 0.21, no async scheduling": (
         {"symptom": "crash", "version": "0.21.0", "moe_backend": "flashinfer_cutlass", "scheduling": "sync"},
         {"moe", "hybrid"},
+    ),
+    # A model, a library and CUDA have numbers of their own; of two releases the one that was reached counts.
+    "NaN, DeepSeek-V3.1 with FlashInfer 0.6.18 and CUDA 12.8, upgraded vllm-0.17.1 to 0.18.1": (
+        {"symptom": "nan", "version": "0.18.1"},
+        {"mla", "moe"},
+    ),
+    "OOM on Llama-3.1, torch 2.11.0": ({"symptom": "oom"}, set()),
+    "NaN on 0.22.1 beside FlashInfer 0.6.18": ({"symptom": "nan", "version": "0.22.1"}, set()),
+    "crash with FlashInfer CUTLASS MoE, vllm==0.20.2, EP and data parallel, no eager": (
+        {"symptom": "crash", "version": "0.20.2", "moe_backend": "flashinfer_cutlass", "parallel": "dp+ep"},
+        {"moe"},
     ),
     "accuracy drops with uptime, Kimi Linear on H200 with TRITON_MLA": (
         {"symptom": "drift", "gpu": "sm90", "backend": "triton_mla"},

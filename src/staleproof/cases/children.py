@@ -346,7 +346,8 @@ def call_ranks(
     local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     local = {name: os.environ.get(name, value) for name, value in local.items()}
     env = {**local, "NCCL_NVLS_ENABLE": "0", **(env or {})}
-    deadline = min(time.monotonic() + timeout_s, _deadline)
+    timeout_s = max(0.0, min(timeout_s, _deadline - time.monotonic()))
+    deadline = time.monotonic() + timeout_s
     started: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="staleproof-") as folder:
         try:

@@ -77,6 +77,8 @@ def watch(
 
     from staleproof.engine import watching
 
+    # ``/metrics/`` is no page of the port.
+    url = url.rstrip("/")
     if as_json and not once:
         raise BadInputError("watch: --json needs --once")
     try:

@@ -19,11 +19,12 @@ from staleproof import device as devices
 from staleproof.cases import children
 from staleproof.cases.case import Reading, absent
 from staleproof.cases.words import NOT_RUN
+from staleproof.check import require
 from staleproof.contract import scripts
 from staleproof.contract.contract import BREAKS, HOLDS, NO_REFERENCE, TIMED_OUT, UNDEFINED, breaks
 from staleproof.kernels import packages
 from staleproof.kernels.packages import Release
-from staleproof.kernels.subject import Subject, load_module, subjects_of
+from staleproof.kernels.subject import _MARK, Subject, load_module, subjects_of
 from staleproof.kernels.vllm_sources import UnavailableError
 
 # What Python says of a call that does not fit a signature.
@@ -102,8 +103,19 @@ def _goes_on(first: Reading) -> bool:
 
 
 def listed(module: str) -> list[Subject]:
-    """In a child: the subjects of a module, without what cannot go to another process."""
-    return [replace(subject, call=print, shape={}) for subject in subjects_of(load_module(module))]
+    """In a child: the subjects of a module, without what cannot go to another process.
+
+    Raises:
+        ValueError: two kernels of one name, whose answers nothing would tell apart.
+    """
+    loaded = load_module(module)
+    registered = [
+        one for value in vars(loaded).values() for one in getattr(value, "__dict__", {}).get(_MARK, ())
+    ]
+    found = subjects_of(loaded)
+    for one in registered:
+        require(any(one is same for same in found), "name", "another for each kernel", repr(one.name))
+    return [replace(subject, call=print, shape={}) for subject in found]
 
 
 # What is still to be asked: (subject, clauses).

@@ -282,25 +282,34 @@ def _backend(name: str, given: str) -> str:
     return word
 
 
+DP, EP = r"(?:\bdp\b|\bdata.parallel)", r"(?:\bep\b|\bexpert.parallel)"
+RELEASE = r"(0\.\d+(?:\.\d+)?)\b"
 # What people write -> the fact that it says. Patterns are tried in the order of a fact's lines; the first
 # that is found counts. A group is the word to learn.
 WORDS: tuple[tuple[str, str, str], ...] = (
-    ("version", r"\bv?(\d+\.\d+(?:\.\d+)?)\b", ""),
+    # Every release of vLLM so far begins with 0. One that an upgrade reached counts before others.
+    ("version", rf"\bto (?:vllm[ =v-]*|v)?{RELEASE}", ""),
+    ("version", rf"\bvllm[ =v-]*{RELEASE}", ""),
+    ("version", rf"(?<![\w.-])(?<!flashinfer )v?{RELEASE}", ""),
     ("gpu", rf"\b((?:{'|'.join(name for names in GPUS.values() for name in names)})|sm_?\d+)\b", ""),
     ("gpu", r"\bblackwell\b", "b200"),
     ("gpu", r"\bhopper\b", "h200"),
-    ("graphs", r"enforce.eager|\beager\b|\b(?:no|without) (?:cuda )?graphs?\b|graphs? off", "none"),
+    (
+        "graphs",
+        r"(?<!\bno )(?<!\bnot )\b(?:enforce.)?eager\b|\b(?:no|without) (?:cuda )?graphs?\b|graphs? off",
+        "none",
+    ),
     ("graphs", r"\bpiecewise\b", "piecewise"),
     # vLLM's default is full and piecewise.
     ("graphs", r"\b(?:cuda|full) ?graphs?\b", "full"),
-    ("moe_backend", r"\b(\w*(?:cutlass|trtllm|deep_?gemm|marlin))\b(?! mla)", ""),
+    ("moe_backend", r"\b((?:flashinfer )?\w*(?:cutlass|trtllm|deep_?gemm|marlin))\b(?! mla)", ""),
     ("backend", r"\b(\w+[_ ]mla|flashmla|\w+[_ ]attn|flash[_ ]?attention)\b", ""),
     ("quant", r"\b(?:nv)?fp4\b", "nvfp4"),
     ("quant", r"\bfp8\b", "fp8"),
     ("quant", r"\b(?:bf16|fp16)\b", "none"),
-    ("parallel", r"\b(dp\+ep|dep|dp|ep)\b", ""),
-    ("parallel", r"\bdata.parallel\w*", "dp"),
-    ("parallel", r"\bexpert.parallel\w*", "ep"),
+    ("parallel", rf"\bdep\b|(?s:^(?=.*{DP})(?=.*{EP}))", "dp+ep"),
+    ("parallel", DP, "dp"),
+    ("parallel", EP, "ep"),
     ("scheduling", r"\bno.async\w*|\bsync scheduling", "sync"),
     ("scheduling", r"\basync\w*", "async"),
     ("phase", r"\bat start\w*|\bon start\w*", "start"),
