@@ -10,6 +10,7 @@ import torch
 def products(rank: int, meeting: str) -> tuple[float, list[bool]]:
     """How many times as long a product of bfloat16 takes as one of float32, and whether each way is right."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     wide = torch.randn(64, 512), torch.randn(512, 512)
     a, b = (x.bfloat16() for x in wide)
     out = torch.empty(64, 512, dtype=torch.bfloat16)
@@ -23,11 +24,8 @@ def products(rank: int, meeting: str) -> tuple[float, list[bool]]:
             took.append(time.perf_counter() - begin)
         return min(took)
 
-    right = [
-        torch.allclose(x, want, rtol=0.02) for x in (a @ b, torch.matmul(a, b), torch.matmul(a, b, out=out))
-    ]
-    return seconds(a, b) / seconds(*wide), [
-        *right,
-        torch.equal(out, a @ b),
-        (wide[0] @ wide[1]).dtype == torch.float32,
-    ]
+    def is_right(x: torch.Tensor) -> bool:
+        return torch.allclose(x, want, rtol=0.02, atol=0.01)
+
+    right = [is_right(x) for x in (a @ b, torch.matmul(a, b), torch.matmul(a, b, out=out), out)]
+    return seconds(a, b) / seconds(*wide), [*right, (wide[0] @ wide[1]).dtype == torch.float32]
