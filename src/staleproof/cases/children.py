@@ -174,7 +174,27 @@ def fork(
         return Forked(process)
 
 
-def end_with_caller() -> None:
+def become(env: Mapping[str, str], folder: str, path: list[str], stdout: str, stderr: str) -> None:
+    """In a process of :func:`fork`, whose group is its own: be as a new interpreter, and end with the caller.
+
+    Args:
+        env: the whole environment.
+        folder: the current one.
+        path: where modules are looked for.
+        stdout, stderr: files.
+    """
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    for number, name in ((1, stdout), (2, stderr)):
+        file = os.open(name, os.O_WRONLY)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    sys.path[:] = path
+
+
+def _end_with_caller() -> None:
     """End this process's group when the caller of :func:`fork` is gone. The server outlives a killed one."""
     caller = multiprocessing.parent_process()
     assert caller is not None
@@ -185,15 +205,7 @@ def end_with_caller() -> None:
 def _run_forked(env: Mapping[str, str], folder: str, path: list[str], files: Mapping[str, str]) -> NoReturn:
     """In a forked child: become what a new interpreter with this order would be, and run the order."""
     os.setpgid(0, 0)
-    threading.Thread(target=end_with_caller, daemon=True).start()
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        file = os.open(files[name], os.O_WRONLY)
-        os.dup2(file, number)
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(env)
-    os.chdir(folder)
-    sys.path[:] = [folder, *path]
+    become(env, folder, [folder, *path], files["stdout"], files["stderr"])
     sys.argv[:] = sys.argv[:1]
     run_order(Path(files["order"]).read_bytes())
     # End as Python does, but do not take its modules apart: with torch, half a second.
@@ -229,7 +241,7 @@ class Child:
 
         Inside :func:`within`, the time left there is the limit if it is shorter.
         """
-        timeout_s = max(0.0, min(timeout_s, _deadline - time.monotonic()))
+        timeout_s = _at_most(timeout_s)
         try:
             code: int | None = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -346,14 +358,13 @@ def call_ranks(
     local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     local = {name: os.environ.get(name, value) for name, value in local.items()}
     env = {**local, "NCCL_NVLS_ENABLE": "0", **(env or {})}
-    timeout_s = max(0.0, min(timeout_s, _deadline - time.monotonic()))
+    timeout_s = _at_most(timeout_s)
     deadline = time.monotonic() + timeout_s
     started: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="staleproof-") as folder:
         try:
             for rank in range(ranks):
-                given = function, rank, f"file://{folder}/meeting", *args
-                started.append(start(_rank, *given, env=env))
+                started.append(start(_rank, function, rank, f"file://{folder}/meeting", *args, env=env))
             # The first rank that fails has the reason; the others then fail or wait for it.
             while time.monotonic() < deadline:
                 codes = [child.poll() for child in started]
@@ -401,6 +412,11 @@ def _multiply_in_float32() -> None:
         return result if out is None else out.copy_(result)
 
     torch.Tensor.__matmul__ = torch.matmul = product  # type: ignore[method-assign,assignment]
+
+
+def _at_most(limit_s: float) -> float:
+    """Seconds of a limit, or those left :func:`within` another."""
+    return max(0.0, min(limit_s, _deadline - time.monotonic()))
 
 
 @contextlib.contextmanager

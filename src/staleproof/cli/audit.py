@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,4 +98,4 @@ def _is_there(module: str) -> bool:
     if module.endswith(".py") or "/" in module:
         return Path(module).is_file()
     top = module.partition(".")[0]
-    return bool(find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]))
+    return bool(find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())]))

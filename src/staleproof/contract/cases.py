@@ -48,7 +48,7 @@ SUBJECTS = tuple(
 # Most of an audit is compiling; each process has a context of its own, so that a fault stays its own.
 GPU_JOBS = 8
 # What is said of a module without a kernel.
-UNASKED = ("does not import", "registers no kernel")
+NO_IMPORT, NO_KERNEL = UNASKED = ("does not import", "registers no kernel")
 # Kernels that must keep every clause that their documentation does not leave to the caller.
 MUST_HOLD = (YOURS, "staleproof")
 
@@ -179,10 +179,10 @@ def table(
         try:
             subjects = subjects_in(module)
         except children.ChildError as error:
-            cases += _unloadable(module, f"{UNASKED[0]}: {error}")
+            cases += _unloadable(module, f"{NO_IMPORT}: {error}")
             continue
         if not subjects and module not in SUBJECTS:
-            cases += _unloadable(module, UNASKED[1])
+            cases += _unloadable(module, NO_KERNEL)
         # Executed sources have stand-ins for the rest of their package, which others need whole.
         scenes: dict[tuple[Release, bool], tuple[list[Subject], Scene]] = {}
         for subject in subjects:

@@ -109,13 +109,11 @@ def listed(module: str) -> list[Subject]:
         ValueError: two kernels of one name, whose answers nothing would tell apart.
     """
     loaded = load_module(module)
-    registered = [
-        one for value in vars(loaded).values() for one in getattr(value, "__dict__", {}).get(_MARK, ())
-    ]
-    found = subjects_of(loaded)
-    for one in registered:
-        require(any(one is same for same in found), "name", "another for each kernel", repr(one.name))
-    return [replace(subject, call=print, shape={}) for subject in found]
+    found = {subject.name: subject for subject in subjects_of(loaded)}
+    for value in vars(loaded).values():
+        for one in getattr(value, "__dict__", {}).get(_MARK, ()):
+            require(found[one.name] is one, "name", "another for each kernel", repr(one.name))
+    return [replace(subject, call=print, shape={}) for subject in found.values()]
 
 
 # What is still to be asked: (subject, clauses).

@@ -201,20 +201,30 @@ def picture(rows: Sequence[Finding], package: str) -> None:
     )
 
 
+def _read(path: Path) -> list[Finding]:
+    """The rows of an audit.
+
+    Raises:
+        RunFileError: it cannot be read, or has none.
+    """
+    from staleproof.cases.finding import RunFileError, read_findings
+
+    rows = read_findings(path, recorded=False)
+    if not rows:
+        raise RunFileError(f"{path}: expected an audit, got an empty file")
+    return rows
+
+
 def print_changes(before: Path, after: Path) -> int:
     """Print what changed between two audits; the exit code is 1 if a clause got worse.
 
     One audit given twice is compared with itself: what each release in it changed since the one before.
     """
-    from staleproof.cases.finding import RunFileError, read_findings
     from staleproof.contract.contract import BREAKS, between_releases, compare
 
-    worse = 0
-    old_rows, rows = (read_findings(path, recorded=False) for path in (before, after))
-    for path, found in ((before, old_rows), (after, rows)):
-        if not found:
-            raise RunFileError(f"{path}: expected an audit, got an empty file")
-    changes = between_releases(rows) if before.resolve() == after.resolve() else compare(old_rows, rows)
+    worse, rows = 0, _read(before)
+    same = before.resolve() == after.resolve()
+    changes = between_releases(rows) if same else compare(rows, _read(after))
     for old, row in changes:
         was = f"{old.verdict} ({old.release.partition(' ')[2]})" if old else "not asked"
         name = f"{row.question}  {row.release} {row.variant}"

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -71,13 +70,7 @@ def _launch(command: Sequence[str], *, cwd: str, env: Mapping[str, str], **given
 def _serve(arguments: list[str], folder: str, variables: dict[str, str], path: list[str], log: str) -> None:
     """Be the kernel, in a process of its own."""
     os.setsid()
-    threading.Thread(target=children.end_with_caller, daemon=True).start()
-    for number, name in ((1, os.devnull), (2, log)):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
-    os.environ.clear()
-    os.environ.update(variables)
-    os.chdir(folder)
-    sys.path[:] = path
+    children.become(variables, folder, path, os.devnull, log)
     from ipykernel.kernelapp import launch_new_instance
 
     launch_new_instance(arguments)

@@ -165,7 +165,8 @@ def print_comparison(first: Run, second: Run) -> bool:
     verdicts = store.compare(first.findings, second.findings)
     timings = store.compare_timings(first, second)
     same = "the same verdicts" if verdicts.match else "no case ran in both"
-    same = "DIFFERENT VERDICTS" if verdicts.mismatch else same
+    if verdicts.mismatch:
+        same = "DIFFERENT VERDICTS"
     say(f"{same}: {verdicts.summary}")
     if timings:
         ratios = [ratio for _, ratio in timings]
