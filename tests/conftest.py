@@ -19,6 +19,7 @@ sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 import pytest
 
 from staleproof import device
+from staleproof.cases import children
 from staleproof.cases.children import READ_LATE
 
 DEVICE = device.select()
@@ -28,6 +29,16 @@ DEVICE = device.select()
 def device_fixture():
     """Where kernels run: ``cuda``, or ``cpu`` through Triton's interpreter."""
     return DEVICE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _children_have_the_variables_of_the_session():
+    """The first child starts the process that others are forked from, which keeps its variables.
+
+    Were that in a test that changes some, each later child would be a new interpreter, which imports torch.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        children.call(os.getpid, timeout_s=60)
 
 
 @pytest.fixture(autouse=True)

@@ -67,8 +67,9 @@ def sleep(place: str, seconds: float = 600) -> None:
     grandchild = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL)
     draft = Path(place).with_suffix(".part")
     draft.write_text(f"{os.getpid()} {grandchild.pid}")
-    draft.rename(place)
+    # Before the file is there: the caller may end this process at once.
     tell("started")
+    draft.rename(place)
     time.sleep(seconds)
 
 
