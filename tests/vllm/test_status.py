@@ -248,3 +248,25 @@ def test_a_posix_locale_reads_every_file(installed, tmp_path):
     done = warm.new("-X", "utf8=0", "-m", "staleproof", "patches", text=False, env=env)
     assert (done.returncode, done.stderr) == (3, b"")
     assert b"will be patched  scale_padding" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "warning"),
+    [
+        ({}, None),
+        ({"STALEPROOF_WATCH": "0", "STALEPROOF_WATCH_PORT": "no"}, None),
+        ({"STALEPROOF_WATCH": " on "}, None),
+        ({"STALEPROOF_WATCH": "yes"}, "STALEPROOF_WATCH: expected 1, on or true, got 'yes'"),
+        (
+            {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "no"},
+            "STALEPROOF_WATCH_PORT: expected 1 to 65535, got 'no'",
+        ),
+    ],
+)
+def test_a_watch_that_would_stay_off_is_said(installed, patches, monkeypatch, variables, warning):
+    installed("0.22.1", FILES)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    _, text = patches()
+    assert ("nothing is watched" in text) == (warning is not None)
+    assert warning is None or f"warning: {warning}: nothing is watched" in " ".join(text.split())

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from staleproof.vllm.plugin import AFFECTED, REFUSED, WILL, Decision, base, decisions, patches
 from staleproof.vllm.releases import last_of_series, release, table
-from staleproof.vllm.sources import installed
+from staleproof.vllm.sources import PatchError, installed
+from staleproof.vllm.watch import VARIABLE, settings
 
 GROUP, NAME = "vllm.general_plugins", "staleproof"
 MISSING = f"no entry point {NAME} in {GROUP} is installed"
@@ -29,6 +30,21 @@ def inactive() -> str | None:
     if chosen is not None and NAME not in chosen.split(","):
         return f"VLLM_PLUGINS={chosen} leaves {NAME} out"
     return None
+
+
+def unwatched() -> str | None:
+    """Say why nothing would be watched although a variable asks for it; ``None`` if it would, or none asks.
+
+    >>> os.environ.get("STALEPROOF_WATCH") is not None or unwatched() is None
+    True
+    """
+    said = os.environ.get(VARIABLE, "").strip()
+    try:
+        if said in ("", "0", "off", "false") or settings(os.environ):
+            return None
+    except PatchError as error:
+        return str(error)
+    return f"{VARIABLE}: expected 1, on or true, got {said!r}"
 
 
 # What a patch would do to a release that is not installed here.
@@ -73,6 +89,8 @@ def answer(version: str | None = None) -> Answer:
     if why is not None:
         decided = [replace(d, state=AFFECTED) if d.state == WILL else d for d in decided]
         notes.append(f"warning: {why}: nothing is patched")
+    if (why := unwatched()) is not None:
+        notes.append(f"warning: {why}: nothing is watched")
     return Answer(version, True, decided, notes, upgrade(decided, None if of.unknown else of.name))
 
 
