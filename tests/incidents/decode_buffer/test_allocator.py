@@ -1,5 +1,7 @@
 """The simulated device counts bytes as torch's caching allocator does."""
 
+import itertools
+import operator
 import random
 import subprocess
 import sys
@@ -193,3 +195,20 @@ def test_dead_storages_give_their_blocks_back():
         assert simulated.usage().allocated == 3 * MIB
         del view
     assert simulated.usage().allocated == 0
+
+
+def test_a_sum_has_the_shape_and_type_of_torch_each_time():
+    """Also beside numbers that are equal, of which torch makes other types."""
+    simulated = SimulatedMemory(GIB)
+    numbers = [torch.ones(2, 3, 4, dtype=dtype) for dtype in (torch.int32, torch.bfloat16, torch.bool)]
+    others = [1, 1.0, True, torch.ones(3, 1), torch.ones(4, dtype=torch.uint8)]
+    for x, other, do in itertools.product(numbers, others * 2, (operator.add, operator.mul, operator.gt)):
+        want = do(x, other)
+        with simulated:
+            there = [one.to("meta") if isinstance(one, torch.Tensor) else one for one in (x, other)]
+            before, made = simulated.usage().allocated, do(*there)
+            # A tensor of its own, each time.
+            assert simulated.usage().allocated == before + 512
+        assert (made.shape, made.dtype) == (want.shape, want.dtype)
+        del made, there
+        assert simulated.usage().allocated == 0
