@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from staleproof.evidence.ledger import Usage
+from staleproof.evidence.ledger import AllocationLedger, Usage
 from staleproof.incidents.decode_buffer import allocator
 from staleproof.incidents.decode_buffer.allocator import GIB, MIB, SimulatedAllocator, SimulatedMemory
 
@@ -212,3 +212,15 @@ def test_a_sum_has_the_shape_and_type_of_torch_each_time():
         assert (made.shape, made.dtype) == (want.shape, want.dtype)
         del made, there
         assert simulated.usage().allocated == 0
+
+
+def test_a_ledger_below_names_the_lines_that_asked_for_memory():
+    simulated, model = SimulatedMemory(GIB), torch.nn.Module()
+    ledger = AllocationLedger(model, usage=simulated.usage)
+    for _ in range(2):
+        with ledger.phase("serve"), simulated:
+            model.kept = torch.empty(MIB, device="meta")
+            model.sum = model.kept + 1
+    owners = {owner.name: (owner.bytes, owner.source.partition(":")[0]) for owner in ledger.read().owners}
+    here = 4 * MIB, "decode_buffer/test_allocator.py"
+    assert owners == {"kept": here, "sum": here}
