@@ -126,10 +126,22 @@ def test_a_patch_of_an_imported_module_is_in_place_at_once(package):
     once = ops.double
     patch.apply("1.0.0")
     assert ops.double is once
+    assert hooks.checked("p") == {"vllm.ops:double": "in place"}
     assert ops.double(1, y=5) == 9
     patch.revert()
     assert ops.double is own
     patch.revert()
+
+
+def test_a_patch_that_is_applied_again_while_its_module_is_imported_waits_for_the_end(
+    made_up, monkeypatch, caplog
+):
+    made_up({"ops": f"import sys\nsys.staleproof_again()\n{TEXT}"})
+    patch = _patch(_double(after=lambda r, a, k: r + 1, vital=True))
+    monkeypatch.setattr(sys, "staleproof_again", lambda: patch.apply("1.0.0"), raising=False)
+    with patch.applied("1.0.0"):
+        assert _ops().double(1) == 3
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("imported", [True, False])
@@ -221,11 +233,14 @@ def test_a_patch_says_that_it_works_as_soon_as_one_of_its_functions_is_wrapped(p
         assert caplog.messages == ["staleproof: one_of_two is in place (double)"]
 
 
-def test_another_packages_wrapper_is_left_alone_unless_asked(package, caplog):
+@pytest.mark.parametrize(
+    "hook", [{"after": lambda r, a, k: -r}, {"swap": lambda own: lambda x: -own(x)}], ids=["hook", "exchange"]
+)
+def test_another_packages_wrapper_is_left_alone_unless_asked(package, caplog, hook):
     ops = _ops()
     own = ops.double
     theirs = ops.double = lambda x: own(x) + 0.5
-    patch = _patch(_double(after=lambda r, a, k: -r))
+    patch = _patch(_double(**hook))
     patch.apply("1.0.0")
     assert ops.double is theirs
     assert "p leaves double alone: double was wrapped by" in caplog.text
@@ -288,6 +303,9 @@ def test_an_exchange_that_fails_is_one_line_and_vllms_own(package, caplog):
     own = ops.double
     with _patch(_double(swap=planted)).applied("1.0.0"):
         assert ops.double is own
+        # It stays in nobody's way.
+        with _patch(_double(after=lambda r, a, k: r * 10), name="ten").applied("1.0.0"):
+            assert ops.double(1) == 20
     (line,) = caplog.messages
     assert "leaves double alone: " in line
     assert "planted" in line

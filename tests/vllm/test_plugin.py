@@ -118,6 +118,7 @@ def test_choice():
     assert chosen("+topk_nan") == Choice(every, frozenset({"topk_nan"}))
     named = frozenset({"mla_padding", "topk_nan"})
     assert chosen("mla_padding,+topk_nan") == Choice(named, frozenset({"topk_nan"}))
+    assert chosen("+moe_routing") == Choice(every, frozenset(routing))
     with pytest.raises(PatchError, match="names 'mla_pading', nothing is patched; known: all"):
         chosen("mla_pading")
 
@@ -160,13 +161,16 @@ def _register(caplog) -> list[str]:
     return caplog.messages
 
 
+UNKNOWN = "vLLM 0.99.0 is not a release we know (nearest: 0.33.0); nothing is patched"
+
+
 @pytest.mark.parametrize(
     ("version", "package", "names", "line"),
     [
         (None, False, "", "no vLLM is installed"),
         ("0.18.1", False, "", "vLLM 0.18.1 is half installed: no importable package; nothing is patched"),
         (None, True, "", "vLLM is half installed: its metadata is missing; nothing is patched"),
-        ("0.99.0", True, "", "vLLM 0.99.0 is not a release we know (nearest: 0.33.0); nothing is patched"),
+        ("0.99.0", True, "", f"{UNKNOWN}; its own sources need nothing; STALEPROOF_UNKNOWN=probe"),
         ("0.18.1", True, "mla_pading", "STALEPROOF_PATCHES names 'mla_pading', nothing is patched"),
     ],
 )
@@ -187,6 +191,13 @@ def test_a_vllm_without_its_files(installed, caplog):
     assert "topk_nan (vllm/_custom_ops.py is not there)" in lines[0]
     assert lines[1].startswith("staleproof on vLLM 0.18.1: refused: mla_padding")
     assert "will be patched" not in lines[1]
+
+
+def test_a_folder_of_that_name_is_no_package(installed, caplog, tmp_path):
+    (tmp_path / "vllm").mkdir()
+    installed("0.18.1", None)
+    said = "staleproof: vLLM 0.18.1 is half installed: no importable package; nothing is patched"
+    assert _register(caplog) == [said]
 
 
 def test_none_reads_nothing(caplog, monkeypatch):
@@ -258,6 +269,7 @@ def test_what_fails_after_the_patches_says_what_stands(applied, caplog, monkeypa
     monkeypatch.setattr(process, "watch", lambda ready: fails())
     lines = _register(caplog)
     assert any(line.startswith("staleproof: a, b, c, d stand, no others: ") for line in lines)
+    assert live.health()["vllm"] == "0.18.1"
     assert standing.in_service() == ["a", "b", "c", "d"]
 
 
@@ -338,14 +350,15 @@ def test_the_entry_point_is_declared():
 
 
 def test_a_ready_engine_tells_its_model_and_what_was_refused_and_not_what_needs_nothing(monkeypatch):
-    said = []
+    """And its thread runs, which looks at the switch and lets patches come back."""
+    said, beats = [], []
     monkeypatch.setattr(plugin.process, "say", said.append)
-    monkeypatch.setattr(plugin.live, "beat", lambda: None)
+    monkeypatch.setattr(plugin.live, "beat", lambda: beats.append("beat"))
     decided = {"a": ("refused", "no Triton"), "b": ("not needed", "no defect")}
     here = plugin.live.Here("0.22.1", decided=decided)
     model = Space(model_config=Space(served_model_name="a model"))
     plugin._ready(here, Space(vllm_config=model))
-    assert (here.ready, here.model) == (True, "a model")
+    assert (here.ready, here.model, beats) == (True, "a model", ["beat"])
     plugin._ready(here, None)
     assert said == [" on vLLM 0.22.1, this process: refused: a (no Triton)"] * 2
 

@@ -103,6 +103,11 @@ def test_a_patch_that_stands_in_part_or_not_at_all_does_not_meet_the_requirement
         process.required("a", {"a": (state, "halve")}, ["a"])
 
 
+def test_all_that_is_wrong_with_a_requirement_is_said_at_once():
+    with pytest.raises(process.RequirementError, match=r"c is no patch \(known: a\); a is off \(a file\)$"):
+        process.required("a, c", {"a": ("off", "a file")}, ["a"])
+
+
 @pytest.mark.parametrize("state", ["in place", "not needed", "will be patched"])
 def test_a_patch_that_stands_or_is_not_needed_meets_the_requirement(state):
     process.required("a", {"a": (state, "")}, ["a"])
@@ -124,3 +129,13 @@ def test_a_function_without_the_defect_is_not_missed(states, state):
     found = process.state("a")
     standing.forget("a")
     assert found == state
+
+
+def test_a_traced_patch_stands_in_part_if_it_is_no_factor_of_the_compile_cache(monkeypatch):
+    monkeypatch.setattr(process, "traced", {"a"})
+    for owner, state in (("a", "in place"), ("b", "in place"), (standing.CACHE, "gone")):
+        standing.note(owner, "vllm.ops:double", state)
+    found = process.state("a"), process.state("b")
+    for owner in ("a", "b", standing.CACHE):
+        standing.forget(owner)
+    assert found == (("partly", "gone"), ("in place", ""))

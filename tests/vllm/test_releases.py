@@ -17,6 +17,7 @@ from staleproof.vllm.sources import PatchError
         ("0.22", r"vLLM 0\.22 is a series, not a release: name one of 0\.22\.0, 0\.22\.1; nothing"),
         ("v0.22", "is a series"),
         ("0.22.1rc1", r"is a pre-release of 0\.22\.1 \(nearest: 0\.22\.1, 0\.23\.0\); nothing is patched"),
+        ("0.22.1.rc1", r"is a pre-release of 0\.22\.1 "),
         ("0.19.0rc2.dev3+gabc1234", "is a development build near 0.19.0"),
         ("0.18.1.dev0", "is a development build near 0.18.1"),
         ("0.18.1.post1", "is a post-release of 0.18.1"),

@@ -71,6 +71,9 @@ def test_another_package_owns_the_function_that_one_needs(module, caplog):
     assert "out of service: drain; in service: other" in caplog.text
     assert "record: needs drain, which stepped back" in caplog.text
     assert standing.in_service() == ["other"]
+    # One of those that it needs is enough.
+    hooks.wrap("both", Target("vllm.b", "halve", ("x",), after=_add(1)), requires=("other", "drain"))
+    assert module("b").halve(2) == 1
     # vLLM loads plugins again and again.
     lines = len(caplog.records)
     _wrap_all()
@@ -191,6 +194,15 @@ def test_what_needs_a_patch_that_is_switched_off_is_off_too_and_not_refused(modu
     assert process.state("record") == (process.REFUSED, "needs drain, which stepped back")
 
 
+def test_what_is_out_of_service_for_a_reason_of_its_own_does_not_come_back_with_what_it_needs(module):
+    hooks.wrap("drain", DRAIN)
+    hooks.wrap("record", FIRST, requires=("drain",))
+    standing.step_back("record", "its hook raised")
+    standing.switch(["drain"], "the test")
+    standing.switch([], "the test")
+    assert standing.stepped_back == {"record": "its hook raised"}
+
+
 def test_what_goes_out_of_service_undoes_what_it_did_and_so_do_those_that_need_it(module, monkeypatch):
     undone = []
     for name in ("drain", "record", "other"):
@@ -199,6 +211,12 @@ def test_what_goes_out_of_service_undoes_what_it_did_and_so_do_those_that_need_i
     hooks.wrap("record", FIRST, requires=("drain",))
     standing.step_back("drain", "it failed")
     assert undone == ["drain", "record"]
+    standing.come_back("drain")
+    # What cannot be undone stops neither vLLM nor the others.
+    monkeypatch.setitem(standing.undo, "drain", planted)
+    standing.step_back("drain", "it failed")
+    assert undone == ["drain", "record", "record"]
+    monkeypatch.delitem(standing.undo, "drain")
 
 
 def test_a_module_that_is_imported_while_its_patch_is_off_is_patched_later(module):
@@ -220,3 +238,19 @@ def test_what_is_forgotten_does_not_come_back_by_itself():
     standing.step_back("gone", "planted", again_at=0.0)
     assert standing.retry(1e9) == []
     standing.forget("gone")
+    # Nor does it count how often that one came back.
+    for _ in range(standing.RETRIES + 1):
+        standing.on_host.add("gone")
+        standing.step_back("gone", "planted", again_at=0.0)
+        assert "(1 of 3)" in standing.stepped_back["gone"]
+        standing.forget("gone")
+
+
+def test_what_logs_the_patches_and_what_keys_the_cache_are_no_patches():
+    owners = standing.REPORT, standing.CACHE, "a"
+    for owner in owners:
+        standing.note(owner, "vllm.ops:double", "in place")
+    served = standing.in_service()
+    for owner in owners:
+        standing.forget(owner)
+    assert served == ["a"]
