@@ -239,6 +239,7 @@ def test_a_copy_that_has_not_arrived_is_not_read_and_not_waited_for(watch):
         ("STAGES", "attention,logits", "some of .*, got logits"),
         ("STAGES", ",", "some of attention, router, experts, blocks, memory, published, got none"),
         ("LAYERS", "0", "1 to .*, got '0'"),
+        ("STEPS", "1000000", "1 to 999999, got '1000000'"),
         ("PORT", "http", "1 to 65535, got 'http'"),
     ],
 )

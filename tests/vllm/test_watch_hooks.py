@@ -10,6 +10,7 @@ import environment
 import pytest
 import torch
 import warm
+from made_up import planted
 
 from staleproof.vllm import releases, watch_hooks
 from staleproof.vllm.sources import PatchError, Sources, numbers
@@ -79,6 +80,12 @@ def test_a_vllm_too_old_or_new_is_one_line(monkeypatch, caplog, version, said, s
         assert bool(watch_hooks.installed) == stands
     finally:
         watch_hooks.remove()
+
+
+def test_whatever_stops_the_watch_stops_no_server(monkeypatch, caplog):
+    monkeypatch.setattr(watch_hooks, "read_settings", planted)
+    watch_hooks.install(OLDEST)
+    assert caplog.messages == ["staleproof: no watch: RuntimeError: planted"]
 
 
 def test_a_step_is_counted_down_only_if_the_scheduler_says_nothing_new():

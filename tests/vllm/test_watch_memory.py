@@ -40,6 +40,9 @@ def test_the_owner_of_what_capture_allocated_is_named_and_the_cache_is_planned()
     # A scrape reads what a step has read.
     now[0] = 8192
     assert memory.latest[SINCE] == 4096
+    # A block of the start that is given back is no less than nothing.
+    now[0] = -512
+    assert memory.unprofiled()[SINCE] == 0
 
 
 def test_the_ledger_is_let_go_when_the_server_is_ready():

@@ -3,8 +3,10 @@
 import contextlib
 import http.client
 import json
+import os
 import socket
 import struct
+import sys
 import threading
 import time
 from types import SimpleNamespace as Space
@@ -174,6 +176,29 @@ def test_a_port_in_use_is_one_line(caplog):
     assert "cannot be opened" in line
 
 
+def test_a_port_that_cannot_be_is_one_line(caplog):
+    """The port of a rank is the first one's and its number, which may be too large."""
+    assert watch_port.serve(Watch(Settings(), DEVICE), 65536) is None
+    (line,) = caplog.messages
+    assert line.startswith("staleproof: watch without a port: 65536 cannot be opened: ")
+
+
+def test_without_prometheus_client_there_is_no_port_and_one_line(caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert watch_port.serve(None, 0) is None
+    assert caplog.messages == ["staleproof: watch without a port: prometheus_client is not installed"]
+
+
+def test_a_forked_child_does_not_keep_the_port():
+    """Else a server that is started again finds it taken as long as the child lives."""
+    server = watch_port.serve(None, 0)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(server.socket.fileno() != -1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert server.socket.fileno() != -1
+
+
 def test_a_count_is_there_before_anything_was_counted(url, monkeypatch):
     """Prometheus sees an increase only of a series that had a value before."""
     monkeypatch.setitem(standing.counters, "unwritten_hits", lambda: 0)
@@ -247,7 +272,10 @@ def test_a_scrape_that_fails_is_one_line_and_the_counts_are_out_of_service(caplo
     url = f"localhost:{watch_port.serve(watch, 0).server_address[1]}"
     assert b"staleproof_watch_up 1.0" in _get(url, "/metrics")[1]
     watch._latest = None
-    first, *later = [_get(url, "/metrics") for _ in range(3)]
+    first, second = (_get(url, "/metrics") for _ in range(2))
+    # Out of service is out of service, also where there would be something to read again.
+    watch._latest = Reading()
+    later = second, _get(url, "/metrics")
     assert first[0] == 200
     assert b"staleproof_watch_up 0.0" in first[1]
     assert {status for status, _ in later} == {200}
