@@ -233,6 +233,14 @@ def test_steps_of_as_many_tokens_write_nothing(on, monkeypatch):
     assert count.tensor._version > version
 
 
+def test_a_count_that_was_made_in_inference_mode_is_written_outside_of_it():
+    """vLLM's worker starts in that mode; a thread that switches the patch off is in none."""
+    with torch.inference_mode():
+        count = fp8_scales.Count("cpu")
+    count.say(3)
+    assert count.tensor.item() == 3
+
+
 def test_a_dummy_step_of_the_second_runner_has_no_padding(engine):
     on = engine(RUNNERS[1])
     assert on.step(3, 1e4, dummy_run=True)[1].item() > 20
@@ -255,6 +263,8 @@ def test_other_scales_and_other_callers_are_vllms(on):
             assert on.utils._fp8_quantize(*given) == "another scale"
         # Rows that are no whole number of slots a token.
         assert fp8_scales.quantize((on.x[:5], None, False, None), {}) is NotImplemented
+        # The slots of a token do not lie side by side.
+        assert fp8_scales.quantize((on.slots.T.contiguous().T, None, False, None), {}) is NotImplemented
         assert fp8_scales.quantize((on.x, None, False, None), {}) is not NotImplemented
     # A caller that nobody says a token count of, e.g. one that quantises weights.
     assert fp8_scales.quantize((on.x, None, False, None), {}) is NotImplemented
