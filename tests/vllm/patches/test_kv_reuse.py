@@ -109,9 +109,10 @@ def test_blocks_of_mla_groups_are_recorded_if_somebody_takes_them(monkeypatch, s
     assert manager.new_block_ids == [7] * records
 
 
-def test_mla_layers_are_zeroed_beside_vllms_own(device):
+@pytest.mark.parametrize("listed", [True, False], ids=["a list up to 0.18.1", "a tensor"])
+def test_mla_layers_are_zeroed_beside_vllms_own(device, listed):
     caches = {name: torch.ones(8, 4, 16, device=device) for name in ("mla.0", "mla.1", "skipped", "full")}
-    layers = {name: Space(kv_cache=cache) for name, cache in caches.items()}
+    layers = {name: Space(kv_cache=[cache] if listed else cache) for name, cache in caches.items()}
     specs = MLAAttentionSpec(), FullAttentionSpec()
     groups = [
         Space(kv_cache_spec=specs[0], kv_cache_group_id=0, layer_names=["mla.0", "mla.1", "skipped"]),

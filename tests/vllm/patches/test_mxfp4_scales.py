@@ -22,10 +22,11 @@ def _swizzle_mxfp4(quant_tensor, scale, num_warps=8):
 IMPORTER = f"from {patch.UTILS} import _swizzle_mxfp4\ndef load(scale): return _swizzle_mxfp4(None, scale, 4)"
 
 
+@pytest.mark.parametrize("groups", [5, 6, 7])
 @pytest.mark.parametrize("early", [True, False], ids=["imported before", "imported after"])
-def test_every_importer_pads_and_a_revert_gives_vllms_back(made_up, early):
+def test_every_importer_pads_and_a_revert_gives_vllms_back(made_up, early, groups):
     made_up({UTILS: LOADER, "oracle": IMPORTER})
-    scale, fix = torch.ones(2, 3, 6, dtype=torch.uint8), patches()["mxfp4_scale_tail"]
+    scale, fix = torch.ones(2, 3, groups, dtype=torch.uint8), patches()["mxfp4_scale_tail"]
     oracle = importlib.import_module("vllm.oracle") if early else None
     with fix.applied("0.22.1"):
         oracle = oracle or importlib.import_module("vllm.oracle")
@@ -33,8 +34,8 @@ def test_every_importer_pads_and_a_revert_gives_vllms_back(made_up, early):
         by_name, _ = importlib.import_module(patch.UTILS)._swizzle_mxfp4(quant_tensor=None, scale=scale)
     assert padded.shape == by_name.shape == (2, 3, 8)
     assert warps == 4
-    assert padded[..., :6].equal(scale)
-    assert not padded[..., 6:].any()
+    assert padded[..., :groups].equal(scale)
+    assert not padded[..., groups:].any()
     assert oracle.load(scale)[0] is scale
 
 
