@@ -206,7 +206,9 @@ def test_what_is_missing_of_an_engine_that_ended(told, failed):
     assert orders.result_of(ORDER, ended) == orders.EngineResult(dict(told), failed)
 
 
-@pytest.mark.parametrize("own", [{}, {"VLLM_DISABLE_COMPILE_CACHE": "0"}])
+@pytest.mark.parametrize(
+    "own", [{}, {"VLLM_DISABLE_COMPILE_CACHE": "0"}, {"TORCHINDUCTOR_CACHE_DIR": "/own"}]
+)
 def test_an_engines_variables_are_its_own_before_all_others(monkeypatch, own):
     """Without any of its own nothing is loaded that another engine compiled."""
     started = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 from types import SimpleNamespace as Space
 
 import pytest
@@ -469,3 +470,10 @@ def test_the_accounts_of_a_start_are_told_by_phase(engine):
     vars(engine.llm.worker).update(cudagraph_memory_estimate=5, available_kv_cache_memory_bytes=6)
     told = memory_probes.accounts(engine)
     assert (told["graph_bytes_estimated"], told["kv_bytes"]) == (5, 6)
+
+
+def test_host_memory_is_what_is_resident_and_not_what_is_mapped():
+    (said,) = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:")
+    ]
+    assert abs(probes.resident() - int(said.split()[1]) * 1024) < 2**24

@@ -162,3 +162,9 @@ def test_the_engine_starts_with_the_plugin_then_the_spies(monkeypatch, packages,
 def test_only_mode_3_compiles(options, compiles):
     given = {"compilation_config": options} if options else {}
     assert Order("qwen3", {}, given).compiles is compiles
+
+
+def test_a_prompt_that_is_served_again_is_computed_again_and_drawn_alike():
+    """The rounds of an engine ask the same prompts, and engines are compared bit by bit."""
+    assert not session.OPTIONS["enable_prefix_caching"]
+    assert session.OPTIONS["seed"] == 0

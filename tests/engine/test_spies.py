@@ -186,6 +186,9 @@ def test_logits_of_both_runners_are_summed_unless_there_are_none(runners):
     for _ in range(2):
         model.compute_logits(logits)
     assert len(watch.sums) == 4096, "a server that runs for days keeps no more"
+    watch.clear()
+    model.compute_logits(logits)
+    assert [kept.tolist() for kept in watch.sums] == [sums(logits)]
 
 
 def test_every_class_of_router_is_watched_once(monkeypatch):

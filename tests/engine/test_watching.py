@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from urllib.error import URLError
 
 import pytest
 
@@ -56,17 +57,19 @@ staleproof_up{of="a"} 1.0
     "url",
     ["host:1", "host:1/", "host:1/metrics", "host:1/metrics/", "http://host:1", "http://host:1/metrics"],
 )
-def test_a_port_may_be_named_with_or_without_scheme_and_path(monkeypatch, url):
+@pytest.mark.parametrize("error", [ConnectionRefusedError("refused"), URLError(OSError("refused"))])
+@pytest.mark.parametrize("host", ["host", "httpd"])
+def test_a_port_may_be_named_with_or_without_scheme_and_path(monkeypatch, url, host, error):
     asked = []
 
     def refuse(address, timeout):
         asked.append((address.rstrip("/"), timeout))
-        raise ConnectionRefusedError("refused")
+        raise error
 
     monkeypatch.setattr(watching.urllib.request, "urlopen", refuse)
-    with pytest.raises(watching.WatchError, match=r"http://host:1/metrics/?: refused"):
-        watching.fetch(url)
-    assert asked == [("http://host:1/metrics", watching.TIMEOUT_S)]
+    with pytest.raises(watching.WatchError, match=rf"^http://{host}:1/metrics/?: refused$"):
+        watching.fetch(url.replace("host", host))
+    assert asked == [(f"http://{host}:1/metrics", watching.TIMEOUT_S)]
 
 
 def test_json_has_every_sample_and_is_in_order_of_name():
