@@ -15,6 +15,8 @@ from staleproof.kernels.subject import Subject, subjects_of
 SOURCE = """
 class Wrapper:
     def __init__(self, workspace, *, backend="fa2"): ...
+    @overload
+    def plan(self, starts): ...
     def plan(self, starts, pages): ...
 
 def decode(q, cache, *, scale): ...
@@ -123,6 +125,8 @@ FILES = [
       "deep/more.py": "from fastkernels.kernels import decode"}, DECODE),
     ({"__init__.py": "def decode(q, cache, scale=1.0, *, more=None): ..."}, ""),
     ({"__init__.py": "def decode(*args): ..."}, ""),
+    # Nothing of the package is computed here.
+    ({"__init__.py": "def decode(q, cache, lse=NONE, *, scale=ONE): ..."}, ""),
     ({"__init__.py": "decode = print"}, NOWHERE),
     ({"__init__.py": "from .gone import decode"}, NOWHERE),
     # In a circle.

@@ -40,6 +40,9 @@ def test_releases_within_one_audit_are_compared_on_the_same_machine():
     same = replace(fixed, release="kernels 1.10")
     absent = replace(NOT_RUN, release="kernels 1.0.5")
     assert contract.between_releases([same, elsewhere, absent, fixed, ROW]) == [(ROW, fixed)]
+    # A pre-release comes before its release.
+    early = replace(ROW, release="kernels 1.10rc1")
+    assert contract.between_releases([same, early]) == [(early, same)]
 
 
 def test_an_audit_given_twice_shows_what_each_release_changed(tmp_path, capsys):

@@ -93,6 +93,11 @@ def test_a_page_that_shows_how_to_register_a_kernel_is_no_module(pytester):
     pytester.runpytest_inprocess(*PLUGIN, "--padding-contract").assert_outcomes()
 
 
+def test_a_file_in_another_encoding_is_no_module(pytester):
+    (pytester.path / "latin.py").write_bytes(b"# coding: latin-1\nx = '\xe4'\n")
+    pytester.runpytest_inprocess(*PLUGIN, "--padding-contract").assert_outcomes()
+
+
 def test_a_module_that_does_not_import_is_an_error(pytester):
     pytester.makepyfile(my_kernels="from staleproof import audit\nimport no_such_module\n")
     result = pytester.runpytest_inprocess(*PLUGIN, "--padding-contract", "my_kernels.py")
