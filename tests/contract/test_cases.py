@@ -92,6 +92,7 @@ KERNELS = {
         replace(VLLM, name="with stand-ins", files=("vllm.x",)),
         replace(VLLM, name="newer only", versions=("2.0",)),
         replace(VLLM, name="gone", package="fla-core"),
+        replace(VLLM, name="big and gone", package="fla-core", needs="sm100"),
         replace(VLLM, name="big", needs="sm100"),
         Subject("ours", "rows", print, package="staleproof", documented={"R": "one scale"}),
     ],
@@ -151,6 +152,10 @@ def test_an_audit_asks_each_release_of_each_kernel_and_releases_share_a_process(
         ("with stand-ins", "vllm 2.0"): ["0RWO", "....", real["vllm 2.0"], None],
         ("newer only", "vllm 2.0"): ["0RWO", "....", real["vllm 2.0"], None],
         ("gone", "fla-core"): ["0RWO", "....", Evidence(Grade.REAL, "fla-core"), "fla-core is not here"],
+        ("big and gone", "fla-core"): [
+            *("0RWO", "....", Evidence(Grade.REAL, "fla-core")),
+            "fla-core is not here; needs SM100",
+        ],
         ("big", "vllm 1.0"): ["0RWO", "....", real["vllm 1.0"], f"needs SM100; {fit}"],
         ("big", "vllm 2.0"): ["0RWO", "....", real["vllm 2.0"], f"needs SM100; {unfit}"],
         ("ours", "staleproof 0.1"): ["0RWO", "+.++", finding.REPLICA, None],
@@ -207,6 +212,7 @@ def test_an_audit_goes_on_where_an_earlier_one_has_gaps(kernels):
     assert rows == {
         ("a", "vllm 2.0"): "0O",
         ("gone", "fla-core"): "0RWO",
+        ("big and gone", "fla-core"): "0RWO",
         ("big", "vllm 1.0"): "0RWO",
         ("big", "vllm 2.0"): "0RWO",
         ("ours", "staleproof 0.1"): "0R",
