@@ -371,6 +371,11 @@ def test_any_other_error_is_a_break(error):
     assert goes_on
 
 
+def test_of_a_long_error_the_beginning_is_told_in_one_line():
+    said, _ = _answer(ValueError("one\n  and two, " + 50 * "three, "), "kernels")
+    assert said.note == f"raises ValueError: {('one and two, ' + 50 * 'three, ')[:160]}"
+
+
 @pytest.mark.parametrize(
     "text", ["CUDA error: device-side assert triggered", "Triton Error [CUDA]: an illegal memory access"]
 )

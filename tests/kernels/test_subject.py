@@ -28,11 +28,12 @@ def test_a_decorated_function_stays_as_it_is():
         ("attention", {"page_sise": 16}, "page_sise: expected a size of attention: .*page_size.*, got"),
         ("rows", {"documented": {"E": "left"}}, "documented: expected clauses of rows: 0, R, W, O, got E"),
         ("rows", {"needs": "sm80"}, "needs: expected"),
+        ("operands", {}, "make: expected a function of the device, got nothing"),
     ],
 )
 def test_what_its_kind_has_not_is_refused(kind, given, said):
     with pytest.raises(ValueError, match=said):
-        getattr(audit, kind)(**given)
+        getattr(audit, kind)(**given)(print)
 
 
 def test_a_kernel_gets_the_arguments_that_it_names():
