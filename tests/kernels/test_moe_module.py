@@ -360,3 +360,30 @@ def test_the_command(unpacked, nvcc, tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.err == f"staleproof: {unpacked}: no flashinfer package is unpacked here\n"
     assert captured.out == ""
+
+
+def test_a_module_that_cannot_be_written_or_is_cut_short_is_none(tmp_path, monkeypatch):
+    (tmp_path / "draft").write_text("whole")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModuleError, match=r"m\.so: cannot be written: "):
+        moe_module._keep(tmp_path / "draft", tmp_path / "file" / "m.so")
+
+    def cut_short(source, target):
+        target.write_text("who")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(moe_module.shutil, "copy", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        moe_module._keep(tmp_path / "draft", tmp_path / "m.so")
+    assert not (tmp_path / "m.so").exists()
+
+
+def test_an_error_counts_also_where_a_compiler_prints_it():
+    with pytest.raises(ModuleError, match=r"a\.cu does not compile: error: no such type$"):
+        moe_module._run(["sh", "-c", "echo a.cu; echo 'error: no such type'; exit 1"], "a.cu")
+
+
+def test_a_package_that_does_not_tell_its_version_is_one_all_the_same(tmp_path):
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer/_build_meta.py").write_text("")
+    assert moe_module.package(tmp_path).version == "unknown"
