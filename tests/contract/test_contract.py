@@ -40,9 +40,29 @@ def test_releases_within_one_audit_are_compared_on_the_same_machine():
     same = replace(fixed, release="kernels 1.10")
     absent = replace(NOT_RUN, release="kernels 1.0.5")
     assert contract.between_releases([same, elsewhere, absent, fixed, ROW]) == [(ROW, fixed)]
-    # A pre-release comes before its release.
-    early = replace(ROW, release="kernels 1.10rc1")
-    assert contract.between_releases([same, early]) == [(early, same)]
+
+
+def test_a_pre_release_is_before_its_release_and_a_build_of_it_after():
+    versions = [
+        "1.9",
+        "1.9+cu129",
+        "1.9.post1",
+        "1.10.dev3",
+        "1.10rc1",
+        "1.10",
+        "1.10+cu130",
+        "1.10.1",
+        "1.11a1",
+    ]
+    # Another verdict each time.
+    rows = [
+        replace(ROW, release=f"kernels {version}", verdict=(HOLDS, BREAKS)[n % 2])
+        for n, version in enumerate(versions)
+    ]
+    changes = contract.between_releases(rows[::-1])
+    assert [change.after for change in changes] == rows[1:]
+    (change,) = contract.compare(rows[:4], [replace(rows[4], verdict=HOLDS)])
+    assert change.before == rows[3]
 
 
 def test_an_audit_given_twice_shows_what_each_release_changed(tmp_path, capsys):

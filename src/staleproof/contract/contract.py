@@ -7,6 +7,7 @@ version.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -128,6 +129,9 @@ def _place(found: Finding) -> tuple[str, ...]:
     return package_of(found), found.variant, found.question
 
 
-def _by_version(found: Finding) -> tuple[tuple[int, str], ...]:
+def _by_version(found: Finding) -> tuple[list[int], int, str]:
+    """A pre-release comes before its release; a build (``+cu129``) or a post-release of it, after."""
     version = found.release.partition(" ")[2]
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in version.split("."))
+    rest = re.sub(r"^\d+(\.\d+)*", "", version)
+    numbers = [int(part) for part in re.findall(r"\d+", version.removesuffix(rest))]
+    return numbers, 2 if rest.startswith(("+", ".post")) else 0 if rest else 1, rest
