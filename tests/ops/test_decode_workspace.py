@@ -35,6 +35,8 @@ def test_layers_share_and_smaller_batches_are_the_first_rows(device):
         ((8, 8, 8), BF16, 0),
         (SHAPE, torch.float16, 0),
         (SHAPE, BF16, 1),
+        # That of the current stream.
+        (SHAPE, BF16, None),
     ],
 )
 def test_each_part_of_the_key_has_its_own_memory(device, shape, dtype, micro_batch):

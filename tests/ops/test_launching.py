@@ -52,6 +52,7 @@ OTHERS: dict[str, tuple[tuple[object, ...], bool]] = {
     "dtype": ((X.double(), Y, 8, None), False),
     "device": ((X.to("meta"), Y, 8, None), False),
     "alignment": ((torch.ones(25)[1:].view(4, 6), Y, 8, None), False),
+    "alignment of 8 bytes": ((torch.ones(26)[2:].view(4, 6), Y, 8, None), False),
     "number": ((X, Y, 9, None), False),
     "a float": ((X, Y, 8.0, None), False),
     "a list": ((X, Y, [8], None), False),

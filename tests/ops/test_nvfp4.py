@@ -115,6 +115,7 @@ def test_bad_arguments_are_named_and_nothing_is_written(device):
         (lambda: quantize_nvfp4(x, torch.nan, out=out), "global_scale: expected a positive"),
         (lambda: quantize_nvfp4(x, x[0], out=out), r"global_scale: expected shape \(\) or \(1,\)"),
         (lambda: quantize_nvfp4(x, 0 * x[0, 0], out=out, validate=True), "global_scale: .* got 0.0"),
+        (lambda: quantize_nvfp4(x, x[0, 0] / 0, out=out, validate=True), "global_scale: .* got inf"),
         (lambda: quantize_nvfp4(x, 1.0, out=out[0]), r"out: expected \(packed, scales\)"),
         (
             lambda: quantize_nvfp4(x, 1.0, swizzled=False, out=out),

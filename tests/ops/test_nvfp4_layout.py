@@ -121,6 +121,11 @@ def test_create_gives_the_shape_and_leaves_no_byte_of_padding_stale(m, n, swizzl
     assert not swizzled or not made.view(torch.uint8).any()
 
 
+def test_scales_are_made_on_the_device_that_is_asked_for():
+    assert create_fp4_scale_tensor(3, 32, device="meta").is_meta
+    assert reference.swizzle(torch.ones(3, 2, dtype=torch.uint8, device="meta")).is_meta
+
+
 @pytest.mark.parametrize(
     ("m", "n", "message"),
     [
@@ -145,6 +150,7 @@ def test_dequantise_names_what_is_wrong():
         ((packed, scales.float(), 1.0), "scales: expected torch.float8_e4m3fn or torch.uint8"),
         ((packed, scales.to("meta"), 1.0), "scales: expected a tensor on cpu, got one on meta"),
         ((packed, scales, 0.0), "global_scale: expected a positive finite number, got 0.0"),
+        ((packed, scales, torch.ones(1, device="meta")), "global_scale: expected a tensor on cpu"),
         ((packed, scales, torch.ones(2)), r"global_scale: expected shape \(\) or \(1,\), got \(2,\)"),
     )
     for arguments, message in wrong:
