@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -166,3 +167,15 @@ def test_a_kernel_that_comes_first_chooses_the_device_unless_somebody_did(monkey
             monkeypatch.setenv("TRITON_INTERPRET", given)
         device.load_triton()
         assert asked == wanted
+
+
+def test_0_over_0_in_the_interpreter_is_no_warning_and_elsewhere_one():
+    pytest.importorskip("triton")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        device.load_triton()
+        warnings.warn_explicit(
+            "invalid value", RuntimeWarning, "x.py", 1, module="triton.runtime.interpreter"
+        )
+        with pytest.raises(RuntimeWarning):
+            warnings.warn_explicit("invalid value", RuntimeWarning, "x.py", 1, module="numpy")

@@ -157,7 +157,8 @@ def test_one_buffer_for_all_is_not_multiplied(keep, name):
 
 
 def test_what_no_attribute_holds_is_told_with_its_line():
-    _, _, ledger = profiled("attribute")
+    _, _, ledger = profiled("attribute", budget_bytes=3 * MIB)
+    before = ledger.read().headroom
     with ledger.phase("serve"):
         stray = torch.tensor([1.0] * 500)
         small = torch.ones(100)
@@ -166,8 +167,10 @@ def test_what_no_attribute_holds_is_told_with_its_line():
     owners = {(o.name, o.bytes) for o in ledger.read().surprises}
     assert owners == {(ledgers.UNOWNED, stray.nbytes), (ledgers.UNOWNED, grown.nbytes)}
     assert small.nbytes in {o.bytes for o in ledger.read().owners}
+    assert ledger.read().headroom == before - stray.nbytes - small.nbytes - grown.nbytes
     del stray, grown
     assert ledger.read().surprises == ()
+    assert ledger.read().headroom == before - small.nbytes
 
 
 def test_a_planned_phase_counts_and_is_no_surprise():
