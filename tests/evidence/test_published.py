@@ -46,6 +46,15 @@ def test_a_block_that_was_used_again_is_judged_anew():
     assert watch.read("stranger", [(8, "another")]) == []
 
 
+def test_each_block_of_a_publisher_is_a_hit():
+    watch = PublishedBlocks()
+    for block in (1, 2):
+        watch.publish(block, "hash", "victim", tokens=16 * block)
+    assert watch.plan({}) == [1, 2]
+    assert watch.read("other", [(1, "hash"), (2, "hash")]) == [UnwrittenHit("other", "victim", (1, 2))]
+    assert (watch.published, watch.hits) == (2, 2)
+
+
 def test_a_block_without_a_token_is_refused():
     with pytest.raises(ValueError, match="tokens: expected at least one token up to the block's end, got 0"):
         PublishedBlocks().publish(1, "hash", "request", 0)

@@ -70,6 +70,15 @@ def test_no_panel_holds_two_incidents():
     both = [*findings(), finding("kv_reuse", "ablation", "all four", "clean")]
     shown = [m.incident for m in matrix.build(both)]
     assert shown == ["mla_padding", "mla_padding", "kv_reuse"]
+    # The title is about this one alone.
+    both[-1] = replace(both[-1], provenance=Provenance.RECORDED)
+    titles = ["mla_padding, INTERPRETED"] * 2 + ["kv_reuse, RECORDED"]
+    assert [str(table.title) for table in matrix.tables(both)] == titles
+
+
+def test_what_was_not_run_for_no_reason_says_so():
+    absent = [replace(not_run("a", question, "v", "x"), note="") for question in "qr"]
+    assert matrix.absences(absent) == ["not run: a, v: no reason given (q; r)"]
 
 
 def test_an_unexpected_finding_is_not_hidden_by_a_later_good_one():

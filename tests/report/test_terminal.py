@@ -38,10 +38,12 @@ def test_a_finding_is_one_line(found, line):
     assert terminal.finding_text(replace(found, provenance=Provenance.MEASURED)) == f"MEASURED  {line}"
 
 
-def test_a_machine_is_printed_with_what_it_lacks(capsys):
+def test_a_machine_is_printed_with_what_it_lacks(capsys, monkeypatch):
+    monkeypatch.setattr(terminal.machine, "packages", lambda: {"vllm": None, "nbval": "0.11"})
     terminal.print_machine([Capability("a module", False, "no nvcc"), Capability("another", True, "1.2")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("machine  ")
+    assert lines[4:6] == ["vllm                not installed", "nbval               0.11"]
     assert "skip  a module            no nvcc" in lines
     assert "yes   another             1.2" in lines
 
