@@ -109,6 +109,8 @@ def test_what_is_kept_is_within_a_rounding_of_what_was_given():
         exact = torch.tensor([reference.E2M1 * 2])
         again = dequantize_nvfp4(*reference.quantize_nvfp4(exact, 1.0), 1.0)
         assert torch.equal(again, exact)
+        half = dequantize_nvfp4(*reference.quantize_nvfp4(exact, 1.0), 1.0, dtype=torch.bfloat16)
+        assert (half.dtype, torch.equal(half, exact.bfloat16())) == (torch.bfloat16, True)
 
 
 @pytest.mark.parametrize(
@@ -176,3 +178,5 @@ def test_the_product_is_that_of_what_was_kept_and_padding_of_zeros_is_silent():
     assert bool(dirty.isnan().all())
     with pytest.raises(ValueError, match="row_tile: expected one of"):
         reference.block_scaled_mm(*left, *right, 1.0, row_tile=64)
+    with pytest.raises(ValueError, match="b: expected 80 columns, as in a, got 16"):
+        reference.block_scaled_mm(*left, *reference.quantize_nvfp4(b[:, :16], 64.0), 1.0)

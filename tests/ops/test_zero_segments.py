@@ -44,6 +44,12 @@ def test_bad_ids_write_nothing(device, ids, text):
     assert bool((made[0] == 7).all())
 
 
+def test_as_many_ids_as_were_promised_fit(device):
+    made = caches(device, 1)
+    zeroer(made, capacity=3).zero([1, 2, 3])
+    assert made[0].ne(0).any(-1).tolist() == [[True, False, False, False, True, True]] * 2
+
+
 def test_bad_segments(device):
     with pytest.raises(ValueError, match="segments: expected at least one"):
         SegmentZeroer([], 40, torch.device(device))

@@ -183,6 +183,10 @@ def test_the_conclusion_is_this(monkeypatch):
         "  next     staleproof patches: does your vLLM need a patch? ()",
         "           staleproof lab: the walkthrough, notebooks/03_a.ipynb",
     ]
+    # What fails by itself is not said again of each question in which it was served.
+    late = [finding("a", "served a", "late", "leaked", expected="leaked")]
+    late.append(off_on_off("a", "late", off="leaked", on="leaked", again="leaked", expected="not fixed"))
+    assert conclusion.text(late).splitlines()[3] == "  fails    late (leaked)"
     wrong = off_on_off("a", "three", off="leaked", on="clean", again="leaked", wrong="x", expected="wrong")
     said = conclusion.text([wrong]).splitlines()
     assert said[3:5] == ["  fails    three (wrong)", "  fixed    no fix was shown to hold by this run"]

@@ -126,6 +126,9 @@ def test_json(patches):
     assert recording["traced"] is False
     assert rows["scale_padding"]["traced"] is True
     assert rows["scale_padding"]["targets"][0] == "vllm._custom_ops:create_fp4_scale_tensor"
+    for name, patch in vllm_plugin.patches().items():
+        assert rows[name]["targets"] == [target.place for target in patch.targets]
+        assert rows[name]["urls"] == [shown.url(thread) for thread in patch.threads]
     assert rows["topk_nan"]["needed"] is False
     assert "https://github.com/vllm-project/vllm/issues/39391" in rows["topk_nan"]["urls"]
 
