@@ -85,6 +85,11 @@ def test_what_fits_exactly_gives_nothing_back():
         device.malloc(60 * MIB + 1, pool=1)
 
 
+def test_a_device_that_others_take_whole_is_refused():
+    with pytest.raises(ValueError, match="capacity: expected more than 2097152 bytes, got 2097152"):
+        SimulatedAllocator(2 * MIB, outside=2 * MIB)
+
+
 def test_a_pinned_fragment_keeps_its_segment():
     device = SimulatedAllocator(100 * MIB)
     large = device.malloc(40 * MIB)
@@ -171,6 +176,8 @@ def test_a_peak_is_counted_from_what_was_there_and_a_graph_keeps_its_pool():
         kept = torch.empty(3 * MIB, device="meta", dtype=torch.uint8)
         assert simulated.peak_of(lambda: [use(12), use(30), use(20)]) == 30 * MIB
         assert simulated.usage() == (20 * MIB, 20 * MIB, 3 * MIB, 0)
+        # An earlier peak is none of this one.
+        assert simulated.peak_of(lambda: use(12)) == 12 * MIB
         calls = []
         graph = simulated.capture(lambda: calls.append(use(40)))
         simulated.allocator.empty_cache()

@@ -36,6 +36,13 @@ def test_bad_sizes_are_refused(changes, said):
         replace(TINY, **changes)
 
 
+def test_what_fits_exactly_is_taken():
+    assert replace(TINY, utilisation=1.0, batch=TINY.tokens).decode_out_bytes == decode_out_bytes(
+        32, 2, rank=32
+    )
+    assert kv_cache_bytes(1000, 1.0, 400, 599, 0) == 1
+
+
 def test_the_sizes_of_the_report():
     assert decode_out_bytes(2048, 128) == 256 * MIB
     assert ServerConfig().workspace_bytes / GIB == 3.9375

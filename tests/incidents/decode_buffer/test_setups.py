@@ -28,6 +28,13 @@ def test_the_true_size_leaves_as_much_outside_the_plan_on_any_device():
     assert config.decode_out_bytes == setups.REPORT.decode_out_bytes
 
 
+@pytest.mark.parametrize(("variant", "buffers"), [("no_buffer", 0), ("zeros_before_profile", 2)])
+def test_what_is_kept_is_neither_weights_nor_kv_cache(variant, buffers):
+    outcome = run_server(ServerCase(variant, changes={"layers": 2}), "cpu")
+    assert outcome.kept_bytes == buffers * SMALL.decode_out_bytes
+    assert outcome.kv_bytes > 0
+
+
 def test_a_process_leaves_no_module_level_memory():
     assert run_server(ServerCase("module_singleton"), "cpu").verdict == LIVES
     assert broken._shared_out == {}
