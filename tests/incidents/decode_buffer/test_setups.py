@@ -26,6 +26,11 @@ def test_the_true_size_leaves_as_much_outside_the_plan_on_any_device():
     outside = setups.REPORT.total_bytes * (1 - setups.REPORT.utilisation)
     assert config.total_bytes * (1 - config.utilisation) == pytest.approx(outside, rel=1e-9)
     assert config.decode_out_bytes == setups.REPORT.decode_out_bytes
+    # Its weights are half of what it plans with, so that it fits an H100 too.
+    small = setups.true_size_config(80 * GIB)
+    assert small.weight_bytes == pytest.approx((80 * GIB - outside) / 2)
+    with pytest.raises(ValueError, match="expected at least 0"):
+        setups.true_size_config(16 * GIB)
 
 
 @pytest.mark.parametrize(("variant", "buffers"), [("no_buffer", 0), ("zeros_before_profile", 2)])

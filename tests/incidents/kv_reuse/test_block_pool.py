@@ -94,3 +94,14 @@ def test_a_block_is_cached_under_one_key_and_so_forgotten_whole():
     pool.free([block])
     assert pool.allocate(1) == [block]
     assert [pool.cached(key) for key in ("prefix", "another")] == [None, None]
+
+
+def test_the_first_block_of_a_key_stays():
+    pool = BlockPool(4)
+    first, second = pool.allocate(2)
+    pool.cache(first, "prefix")
+    pool.cache(second, "prefix")
+    assert pool.cached("prefix") == first
+    pool.free([second])
+    assert second in pool.allocate(2)
+    assert pool.cached("prefix") == first

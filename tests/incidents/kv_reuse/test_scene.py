@@ -29,6 +29,12 @@ def test_the_log_suspects_every_corrupted_request_and_none_once_all_is_zeroed(de
     log = tenancies(scene_, wiped.served)
     for request in wiped.corrupted:
         assert {s.kind for s in log.explain(request)} == {"wiped"}
+    # Without prefix caching nobody needs the blocks of a request that has ended.
+    alone = brief(device)
+    served = judge(alone, partial(broken.Fill, pick=broken.freed)).served
+    assert any(served.zeroed)
+    log = tenancies(alone, served)
+    assert all(log.explain(request) == [] for request in trace_of(alone).finished)
 
 
 def test_the_first_attention_layer_heals_and_what_was_written_back_does_not(device):
