@@ -145,6 +145,33 @@ def test_a_block_of_the_same_content_is_evicted_alone():
     assert blocks("hit", "last") == blocks("publish", "first")[:2]
 
 
+@pytest.mark.parametrize(("policy", "withdrawn"), [("priority", {"victim"}), ("fcfs", set())])
+def test_by_priority_alone_a_request_is_preempted_that_is_planned_already(policy, withdrawn):
+    engine = Miniature(policy=policy).run()
+    assert {event.who for event in engine.events if event.what == "withdraw"} == withdrawn
+    assert (engine.memory.verdict == scene.WRITTEN) is (not withdrawn)
+
+
+def test_a_block_without_a_hash_is_taken_again_first():
+    engine = Miniature()
+    # Of six tokens the first four have a block with a hash.
+    serve(engine, [Arrival("first", [*range(6)], 1), Arrival("next", [*range(50, 53)], 1, after="first")])
+    published = {event.block for event in engine.events if event.what == "publish"}
+    first, taken = (
+        [e.block for e in engine.events if (e.who, e.what) == (who, "reuse")] for who in ("first", "next")
+    )
+    assert taken == [block for block in first if block not in published]
+
+
+def test_the_plan_says_from_where_on_a_request_is_computed():
+    plans = []
+    for start in (0, 2):
+        memory = Memory(2)
+        memory.step([Row("a", [1, 2, 3, 4], [5, 6], start, 2, False)])
+        plans.append(memory.plan)
+    assert plans[0] != plans[1]
+
+
 def test_a_load_that_cannot_end_is_an_error():
     # Six blocks of prompt never fit into five.
     with pytest.raises(ValueError, match="load: expected one that ends within 9 steps, got 3 to come"):
