@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from tests.tools import made_server
@@ -58,7 +60,11 @@ def test_equal_servers_run_what_their_names_say(tmp_path, command):
 
 
 @pytest.mark.parametrize(
-    ("variable", "why"), [("SILENT", "the log of plugin does not say"), ("DIES", "did not start: off")]
+    ("variable", "why"),
+    [
+        ("SILENT", "the log of plugin does not say"),
+        ("DIES", r"did not start: off, off again, plugin, nan_to_num; see .*/serve-off\.log$"),
+    ],
 )
 def test_a_server_that_does_not_do_what_its_name_says_ends_the_run(
     tmp_path, command, monkeypatch, variable, why
@@ -100,6 +106,57 @@ def test_servers_take_turns_in_every_repetition_and_late_ones_are_left_out(tmp_p
     assert seconds == 1.0
     assert said[0].endswith("repetitions left out")
     assert 1 <= len(found[OFF]["inf"]) < serve_cost.REPETITIONS
+
+
+def test_a_repetition_that_would_not_be_over_in_time_is_left_out(tmp_path, monkeypatch):
+    asked: list[str] = []
+
+    def bench(port, model, rate, requests, seed):
+        asked.append("a second")
+        return {"completed": requests, **dict.fromkeys(serve_cost.METRICS, 1.0)}
+
+    monkeypatch.setattr(serve_cost.time, "monotonic", lambda: float(len(asked)))
+    # Six to warm up, and three a repetition.
+    for until, done in ((12.0, 2), (14.0, 2), (15.0, 3)):
+        asked.clear()
+        said: list[str] = []
+        found, _ = in_turns({OFF: (1, tmp_path)}, bench, until, said.append)
+        assert ([len(runs) for runs in found[OFF].values()], said) == (
+            [done] * 3,
+            [f"{serve_cost.REPETITIONS - done} repetitions left out"],
+        )
+
+
+def test_the_client_is_asked_for_this_load(monkeypatch, tmp_path):
+    names = (
+        *("backend", "endpoint", "dataset-name", "host", "port", "model", "served-model-name", "temperature"),
+        *("request-rate", "num-prompts", "seed", "metric-percentiles", *serve_cost.LOAD),
+    )
+
+    def add_cli_args(parser):
+        parser.add_argument("--disable-tqdm", action="store_true")
+        for name in names:
+            parser.add_argument(f"--{name}")
+
+    async def main_async(given):
+        return vars(given)
+
+    serve = SimpleNamespace(add_cli_args=add_cli_args, main_async=main_async)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.benchmarks", SimpleNamespace(serve=serve))
+    given = serve_cost.client()(8001, tmp_path, 32.0, 80, 3)
+    asked = {"port": "8001", "model": str(tmp_path), "request_rate": "32.0", "num_prompts": "80", "seed": "3"}
+    asked |= {name.replace("-", "_"): str(value) for name, value in serve_cost.LOAD.items()}
+    # The table has these percentiles, and all servers one name.
+    asked |= {"metric_percentiles": "50,99", "served_model_name": "dummy", "temperature": "0"}
+    assert {name: given[name] for name in asked} == asked
+
+
+def test_a_run_is_recorded_somewhere_or_not_begun(capsys):
+    with pytest.raises(SystemExit) as ended:
+        serve_cost.main([])
+    assert ended.value.code == 2
+    assert "--out: expected where the run is recorded, or --page" in capsys.readouterr().err
 
 
 def test_a_server_stands_beside_off_of_the_same_repetition():

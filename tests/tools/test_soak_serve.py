@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,6 +70,77 @@ def test_servers_are_driven_and_judged(tmp_path, command, monkeypatch):
     assert (scraped["killed"] >= 1, scraped["failed"]) == (True, [])
     assert scraped["last"]["bad_rows ('layer', 'layers.0') ('rows', 'padding') ('stage', 'attention')"] > 100
     assert len(said) == 2 * len(names)
+
+
+def test_an_answer_of_other_tokens_is_none(monkeypatch):
+    answered = json.dumps({"choices": [{"token_ids": [5] * 8}]}).encode()
+    monkeypatch.setattr(soak_serve.urllib.request, "urlopen", lambda request, timeout: BytesIO(answered))
+    assert soak_serve.ask("http://127.0.0.1:1", 0) >= 0
+    with pytest.raises(RuntimeError, match="8 tokens for 9"):
+        soak_serve.ask("http://127.0.0.1:1", 1)
+
+
+def test_a_load_tells_what_went_wrong(monkeypatch):
+    def ask(url, number):
+        if number % 2:
+            raise RuntimeError(f"request {number}")
+        return number / 100
+
+    monkeypatch.setattr(soak_serve, "ask", ask)
+    found = soak_serve.load("a url", 0.02, 1000.0)
+    assert (found["sent"], found["answered"]) == (20, 10)
+    assert len({*found["errors"]}) == 5
+    assert {*found["errors"]} <= {f"RuntimeError: request {number}" for number in range(1, 20, 2)}
+    assert found["seconds"] == {"p50": 0.09, "p99": 0.18, "max": 0.18}
+
+
+def test_the_99th_percentile_is_that():
+    assert soak_serve.quantiles([*map(float, range(300))]) == {"p50": 149.5, "p99": 297.0, "max": 299.0}
+    assert soak_serve.quantiles([]) == {}
+
+
+def test_every_tenth_scraper_is_killed(monkeypatch):
+    killed, left = [], [None] * 26
+    monkeypatch.setattr(soak_serve, "fetch", lambda url: [])
+    monkeypatch.setattr(soak_serve, "kill_a_scraper", killed.append)
+    found = scrape(7, SimpleNamespace(wait=lambda seconds: not left or left.pop()))
+    assert (found["scrapes"], found["killed"], killed) == (26, 3, [7] * 3)
+
+
+def test_lines_about_the_watch_count_once(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("(1) staleproof: watch on port 7\n(2) staleproof: watch on port 7\nstaleproof: else\n")
+    assert soak_serve.Server.lines(SimpleNamespace(log=log)) == ["watch on port 7"]
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_server_ends_with_all_it_started_if_need_be_by_force(monkeypatch, deaf):
+    sent, waited = [], []
+
+    def wait(*seconds):
+        waited.append(seconds)
+        if deaf and seconds:
+            raise subprocess.TimeoutExpired("serve", *seconds)
+
+    monkeypatch.setattr(soak_serve.os, "killpg", lambda *given: sent.append(given))
+    soak_serve.Server.end(SimpleNamespace(process=SimpleNamespace(pid=7, wait=wait), taken=None))
+    assert (sent, waited) == (([(7, 15), (7, 9)], [(10,), ()]) if deaf else ([(7, 15)], [(10,)]))
+
+
+def test_a_server_that_runs_and_does_not_answer_is_not_alive(monkeypatch):
+    monkeypatch.setattr(soak_serve, "load", lambda url, seconds: {"sent": seconds})
+    for last, alive in ((None, False), (0.1, True)):
+        answers = [3.0, last]
+        server = SimpleNamespace(
+            wait=lambda until, answers=answers: answers.pop(0),
+            process=SimpleNamespace(poll=lambda: None),
+            lines=list,
+            name="no watch",
+            url="a url",
+        )
+        now = soak_serve.time.monotonic()
+        found = soak_serve.drive(server, now + 9, 4.0, soak_serve.threading.Event(), now + 900)
+        assert (found["started_s"], found["alive"], found["load"]) == (3.0, alive, {"sent": 4.0})
 
 
 def test_a_server_that_dies_and_one_that_does_not_start_are_noticed(tmp_path, command, monkeypatch):
@@ -146,7 +219,8 @@ def test_the_recorded_run_is_as_it_must_be():
 
 
 def test_a_count_that_falls_or_vanishes_went_back_and_a_gauge_may(monkeypatch):
-    told = [{"steps": 1, "bad_rows": 9, "ok": 1}, {"steps": 2, "bad_rows": 9, "ok": 0}, {"steps": 1}]
+    gauges = dict.fromkeys(("unprofiled_bytes", "reading_age_seconds", "ok", "watch_up", "patch_info"), 1)
+    told = [{"steps": 1, "bad_rows": 9, **gauges}, {"steps": 2, "bad_rows": 9, "ok": 0}, {"steps": 1}]
 
     def fetch(url):
         return [SimpleNamespace(name=name, labels={}, value=value) for name, value in told.pop(0).items()]
