@@ -107,6 +107,14 @@ def test_a_table_row_carries_source_incidents_figures_and_mark(tmp_path):
     )
 
 
+def test_a_claim_names_the_finding_that_shows_it_also_where_it_was_not_run(tmp_path):
+    absent = {"mark": timeline.NOT_HERE, "grade": None}
+    told = timeline.claims(_file(tmp_path, claims=[absent, {"finding": None}]))
+    shown = [row.rpartition(" | ")[2] for row in pages.markdown([], told).splitlines()[-2:]]
+    walked = "[01](../notebooks/01_mla_padding.ipynb)"
+    assert shown == [f"{walked}: `mla_padding`, `empty row`, `a`, `nan` |", f"{walked} |"]
+
+
 def test_no_label_of_the_picture_meets_another_and_ink_is_mid_grey():
     events = timeline.load()
     figure = timeline.figure(events)

@@ -31,6 +31,11 @@ def test_a_fault_changes_no_result(row, name):
         assert faults.cell(answer, fault) == json.loads(faults.FILE.read_text())[row][name]
 
 
+def test_a_cell_says_how_many_lines_came_and_all_that_stepped_back():
+    answer = faults.Answer("5 for 4", ["one", "two"], ["a", "b"])
+    assert faults.cell(answer, faults.FAULTS["at the first call"]) == "5 for 4; 2 line; out of service: a, b"
+
+
 def test_the_table_is_whole():
     found = json.loads(faults.FILE.read_text())
     assert {row: [*cells] for row, cells in found.items()} == {row: [*faults.FAULTS] for row in TARGETS}
