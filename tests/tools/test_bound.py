@@ -55,6 +55,17 @@ Two of 3 <!-- file: a.json --> and
     ]
 
 
+def test_each_row_and_each_entry_is_a_paragraph_of_its_own():
+    page = "One\nline.\n\n- a\n  more\n- b\n\n| c |\n| d |\n```\ncode\n```"
+    assert [part.strip() for part in bound.paragraphs(page)] == [
+        "One\nline.",
+        "- a\n  more",
+        "- b",
+        "| c |",
+        "| d |",
+    ]
+
+
 @pytest.mark.parametrize(
     ("paragraph", "named"),
     [

@@ -45,6 +45,14 @@ def test_chance_is_dropped_and_what_is_shown_is_kept():
     assert result["data"] == {"text/plain": ["4"]}
 
 
+def test_a_picture_inside_a_cell_is_kept():
+    nb = _notebook()
+    nb.cells[0].attachments = {"a.png": {"image/png": "AAAA"}}
+    prose, code = json.loads(canonical(nb))["cells"]
+    assert prose["attachments"] == {"a.png": {"image/png": "AAAA"}}
+    assert "attachments" not in code
+
+
 def test_the_answer_to_an_exercise_is_folded():
     nb = _notebook()
     nb.cells[1].metadata.tags = ["answer"]

@@ -56,6 +56,9 @@ def test_a_peer_that_reads_all_rows_is_beside_every_live_count():
     rows += [row("torch, all rows", 16.0, x_value=1024)]
     live = [one | {"x_name": "live rows"} for one in rows]
     assert {best[:4] for best in lines(live)["torch, all rows"]} == {"8.00", "2.00"}
+    # Nor beside another count if it was measured at two, and so does not take the same for all.
+    twice = [*live, live[2] | {"x_value": 512, "p50": 12.0}]
+    assert {best[:4] for best in lines(twice)["torch, all rows"]} == {"2.00"}
     # A peer's time with other tokens is no time with these.
     assert {best[:4] for best in lines(rows)["torch, all rows"]} == {"2.00"}
 
@@ -67,6 +70,9 @@ def test_a_patch_row_says_where_it_applies_and_that_it_ran_on_a_release_that_doe
         _, _, line = figures.patch_lines([row("without", 4.0, **about), row("patched", 3.0, **about)])
         where = f"| `topk_nan` | 0.17.0 to 0.19.1 | {release} |"
         assert line == f"{where} host: topk_softmax | 4.0 | 3.0 | -25% |"
+    # An allocation, which takes no time of the device.
+    *_, line = figures.patch_lines([row("without", 0.0, **about), row("patched", 3.0, **about)])
+    assert line.endswith("| 0.0 | 3.0 | - |")
 
 
 def test_a_drawn_cell_is_compared_cold_and_only_where_a_peer_ran():
