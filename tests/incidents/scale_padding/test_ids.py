@@ -42,6 +42,13 @@ def test_the_dtype_check_is_an_error_that_says_so():
         ids.require_int32_ids(drawn.int().T)
 
 
+def test_a_seed_draws_the_same_ids_and_another_others():
+    for draw in (ids.simulate_routing, broken.simulate_with_replacement):
+        first, again, other = (draw(32, 64, 4, seed=seed)[1] for seed in (1, 1, 2))
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+
 def test_bad_sizes_are_named():
     for draw in (ids.simulate_routing, broken.simulate_with_replacement):
         with pytest.raises(ValueError, match="tokens: expected at least 1, got 0"):
