@@ -140,6 +140,7 @@ def test_compare_says_what_a_release_changed(tmp_path, capsys):
         (old_path, old_path, ["0 changes"], 0),
         # One audit of two releases is compared with itself.
         (both, both, [changed, "1 change"], 0),
+        (both, both.parent / ".." / both.parent.name / both.name, [changed, "1 change"], 0),
     ):
         assert cli.main(["compare", str(before), str(after)]) == code
         assert capsys.readouterr().out.splitlines() == lines

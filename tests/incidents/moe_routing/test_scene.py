@@ -22,6 +22,16 @@ def test_vllms_operators_are_loaded_from_the_library_that_is_named(monkeypatch):
     assert loaded == ["_moe_C.so", "_C.so"]
 
 
+def test_why_vllms_operators_cannot_run(monkeypatch):
+    for variable, library in ((scene.VLLM_VARIABLE, "_moe_C"), (scene.VLLM_FP8_VARIABLE, "_C")):
+        assert scene.vllm_unavailable_reason("cpu", variable) == "needs a CUDA device"
+        monkeypatch.delenv(variable, raising=False)
+        said = scene.vllm_unavailable_reason("cuda", variable)
+        assert said == f"{variable} names no {library} library"
+        monkeypatch.setenv(variable, "a.so")
+        assert scene.vllm_unavailable_reason("cuda", variable) is None
+
+
 @pytest.mark.parametrize("softmax", [True, False])
 @pytest.mark.parametrize("bias", [None, torch.tensor([0.0, 3.0, 0.0, 0.0, 1.0])])
 def test_vllms_operators_are_called_with_vllms_arguments(monkeypatch, softmax, bias):
