@@ -42,6 +42,11 @@ def test_every_question_has_a_chapter_and_a_line_of_figures():
     assert {*engine.SEEN} <= {one.question for run in store.read_all() for one in run.findings if one.ran}
 
 
+def test_a_title_has_the_release_of_what_ran():
+    assert engine.title(run(ABSENT, replace(LEAK, of="vLLM 1.0"))).startswith("vLLM 1.0, NVIDIA H200, ")
+    assert engine.title(run(ABSENT)).startswith("vLLM, NVIDIA H200, ")
+
+
 @pytest.mark.parametrize("runs", [[], [run(finding("mla_padding", "q", "v", "clean"))]])
 def test_without_an_engine_run_it_says_so(runs):
     assert engine.chapter("mla_padding", runs) == [engine.NONE]

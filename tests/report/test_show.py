@@ -183,6 +183,9 @@ def test_a_control_is_a_slider_a_toggle_or_a_menu(monkeypatch):
     assert (live.min, live.max, live.step, live.value) == (1, 16, 1, 1)
     assert (type(amax).__name__, amax.options) == ("ToggleButtons", ("torch.max", "fmax"))
     assert (type(remedy).__name__, remedy.options) == ("Dropdown", ("a", "b", "c"))
+    show.turn(print, lambda: seen.append("table"), every=range(2, 20, 4))
+    slider = seen[1][1]["every"]
+    assert (slider.min, slider.max, slider.step, slider.value) == (2, 18, 4, 2)
 
 
 @pytest.mark.parametrize(
