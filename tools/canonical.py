@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
             if have != want:
                 path.write_bytes(want)
                 print(f"{path}: rewritten")
-        except (OSError, ValueError, nbformat.ValidationError, AttributeError) as error:
+        except (OSError, ValueError, nbformat.ValidationError, AttributeError, TypeError) as error:
             print(f"{path}: cannot be rewritten: {str(error).splitlines()[0]}", file=sys.stderr)
             status = 2
     return status

@@ -49,12 +49,16 @@ def test_a_log_as_file_as_argument_and_from_stdin_say_the_same(capsys, monkeypat
         assert diagnose(capsys, *dash) == by_option
 
 
-def test_a_log_of_one_line_that_names_the_model_and_one_with_a_broken_character_are_read(capsys, tmp_path):
+def test_a_log_of_one_line_that_names_the_model_and_one_with_a_broken_character_are_read(
+    capsys, monkeypatch, tmp_path
+):
     path = tmp_path / "a.log"
     path.write_text("Resolved architecture: DeepseekV3ForCausalLM")
     assert "known: model mla moe no hybrid (line 1)\n" in diagnose(capsys, str(path))
     path.write_bytes(OOM.read_bytes() + b"\xff")
     assert diagnose(capsys, str(path)) == diagnose(capsys, str(OOM))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes()), "utf-8"))
+    assert diagnose(capsys, "-") == diagnose(capsys, str(OOM))
 
 
 def test_an_option_overrides_the_log(capsys):

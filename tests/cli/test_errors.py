@@ -35,6 +35,10 @@ from staleproof.vllm import sources
         (["audit", "{root}/nope.py"], "modules: {root}/nope.py: expected a Python file or a module"),
         (["audit", "no_such.module"], "modules: no_such.module: expected a Python file or a module"),
         (["audit", "--again"], "again: needs --onto"),
+        (["audit", "--json", "{root}"], "--json: {root}: cannot be written: it is a folder"),
+        (["audit", "--onto", "{root}/nope.jsonl"], "--onto: {root}/nope.jsonl: cannot be read: No such file"),
+        (["engine", "--json", "{root}"], "--json: {root}: cannot be written: it is a folder"),
+        (["engine", "--out", "{root}/a_file"], "--out: {root}/a_file/"),
         (["report", "--device", "tpu"], "report: --device needs --execute"),
         (["engine", "--limit", "0.5"], "greater than or equal to 1, got '0.5'"),
         (["engine", "--limit", "abc"], "got 'abc'"),
@@ -48,6 +52,12 @@ from staleproof.vllm import sources
         (["patches", "--version", "main"], "--version: vLLM main is not a version"),
         (["patches", "--explain", "nope"], "--explain: unknown patch 'nope'; known: mla_padding"),
         (["patches", "--explain", "nope", "--version", "0.18.1"], "--explain: unknown patch 'nope'"),
+        (["patches", "--explain", "mla_padding", "--json"], "--explain: prints a text; expected no --json"),
+        (
+            ["patches", "--live", "a:1", "--version", "0.18.1"],
+            "--live: asks a server that runs; expected no --version",
+        ),
+        (["patches", "--live", "a:1", "--explain", "mla_padding"], "expected no --explain beside it"),
         (
             ["patches"],
             "staleproof: no vLLM is installed; name a release: staleproof patches --version 0.18.1",

@@ -92,7 +92,16 @@ def test_files_are_rewritten_once(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("content", [b"no json", b'{"nbformat": 4}', b"\xff\xfe", None])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no json",
+        b'{"nbformat": 4}',
+        b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": 3}',
+        b"\xff\xfe",
+        None,
+    ],
+)
 def test_what_is_no_notebook_is_left_and_named(tmp_path, capsys, content):
     bad, good = tmp_path / "bad.ipynb", tmp_path / "good.ipynb"
     if content is not None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from staleproof.cli.common import BadInputError, Device
+from staleproof.cli.common import BadInputError, Device, naming
 
 
 def audit(
@@ -56,8 +56,10 @@ def audit(
     if again and onto is None:
         raise BadInputError("again: needs --onto, the audit whose broken clauses are asked again")
     if json is not None:
-        store.check_writable(json)
-    answers: list[Finding] = read_findings(onto, recorded=False) if onto is not None else []
+        with naming("--json"):
+            store.check_writable(json)
+    with naming("--onto"):
+        answers: list[Finding] = read_findings(onto, recorded=False) if onto is not None else []
     with terminal.progress() as progress:
         found = cases.audit(
             modules or cases.SUBJECTS,

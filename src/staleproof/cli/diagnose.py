@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -119,6 +120,9 @@ def _text(source: str) -> str:
         BadInputError: it cannot be read.
     """
     try:
+        if source == "-" and isinstance(sys.stdin, TextIOWrapper):
+            # As of a file: a log may hold any bytes.
+            sys.stdin.reconfigure(errors="replace")
         text = sys.stdin.read() if source == "-" else Path(source).read_text(errors="replace")
     except OSError as error:
         raise BadInputError(f"diagnose: {source}: {error.strerror}") from error

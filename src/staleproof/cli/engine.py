@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from staleproof.cli.common import BadInputError, Device, finish
+from staleproof.cli.common import BadInputError, Device, finish, naming
 
 
 def engine(
@@ -42,11 +42,13 @@ def engine(
         with contextlib.suppress(store.CheckoutError):
             json = store.build_folder() / "engine.jsonl"
     if json is not None:
-        store.check_writable(json)
+        with naming("--json"):
+            store.check_writable(json)
     folder = None
     if record or out is not None:
         folder = (out or store.runs_folder()) / engines.run_name(devices.machine())
-        store.open_for_writing(folder).rmdir()
+        with naming("--out"):
+            store.open_for_writing(folder).rmdir()
     with terminal.progress() as progress:
         findings = engines.ask(
             table(*(questions or ()), without=without or ()),

@@ -46,6 +46,11 @@ def patches(
     from staleproof.vllm import status
     from staleproof.vllm.sources import PatchError
 
+    if live is not None and (explain is not None or version is not None):
+        beside = "--explain" if explain is not None else "--version"
+        raise BadInputError(f"--live: asks a server that runs; expected no {beside} beside it")
+    if explain is not None and as_json:
+        raise BadInputError("--explain: prints a text; expected no --json beside it")
     if live is not None:
         stands = health(live)
         if as_json:

@@ -47,7 +47,7 @@ class _KernelNode(ctypes.Structure):
 
 
 def kernel_nodes(fn: Callable[[], Any]) -> list[str]:
-    """Capture ``fn`` in a CUDA graph and name its nodes in the order of the driver.
+    """Capture ``fn`` in a CUDA graph and name its nodes, sorted.
 
     Args:
         fn: launches kernels; called once, inside the capture.
