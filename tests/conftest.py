@@ -20,7 +20,6 @@ import pytest
 
 from staleproof import device
 from staleproof.cases import children
-from staleproof.cases.children import READ_LATE
 
 DEVICE = device.select()
 
@@ -59,7 +58,7 @@ def _libraries_leave_no_variables():
     before = dict(os.environ)
     yield
     for name in {*os.environ, *before}:
-        if name.startswith(READ_LATE):
+        if name.startswith(children.READ_LATE):
             continue
         if name in before:
             os.environ[name] = before[name]

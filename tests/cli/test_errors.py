@@ -86,6 +86,16 @@ def test_bad_input_is_one_line_and_2(root, incident, capsys, monkeypatch, argume
     assert (root / "a_file").read_text() == "in the way"
 
 
+@pytest.mark.parametrize("command", ["run", "engine"])
+def test_an_argument_that_nobody_gave_is_not_named(root, incident, capsys, command):
+    incident(clean)
+    for name in ("engine", "findings"):
+        (root / f"workbook/_build/{name}.jsonl").mkdir(parents=True)
+    assert cli.main([command]) == 2
+    said = one_line(capsys.readouterr().err)
+    assert re.match(r"staleproof: /.*\.jsonl: cannot be written: it is a folder", said), said
+
+
 def test_a_missing_extra_is_one_line_that_says_how_to_install_it(root, capsys, monkeypatch):
     monkeypatch.setattr(device, "WORKBOOK", ("sys", "no_such_package"))
     assert cli.main(["report"]) == 2

@@ -38,11 +38,13 @@ def engine(
     if (why := engines.unknown(questions or ())) is not None:
         raise BadInputError(why)
     device = devices.select(device)
+    # An argument is named that was given.
+    named = naming("--json") if json else contextlib.nullcontext()
     if json is None:
         with contextlib.suppress(store.CheckoutError):
             json = store.build_folder() / "engine.jsonl"
     if json is not None:
-        with naming("--json"):
+        with named:
             store.check_writable(json)
     folder = None
     if record or out is not None:
