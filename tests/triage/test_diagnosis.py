@@ -532,7 +532,7 @@ BESIDE = {
         "piecewise": "piecewise CUDA graphs",
         "full": "full graphs",
     },
-    "quant": {"nvfp4": "FP4, NVFP4", "fp8": "FP8", "none": "BF16, fp16"},
+    "quant": {"mxfp4": "MXFP4", "nvfp4": "FP4, NVFP4", "fp8": "FP8", "none": "BF16, fp16"},
     "parallel": {"dp": "DP, data parallel", "ep": "EP, expert-parallel", "dp+ep": "DEP, dp+ep"},
     "scheduling": {"async": "async scheduling", "sync": "sync scheduling, no async scheduling"},
     "phase": {"start": "at startup, on start", "serving": "under load, serving"},

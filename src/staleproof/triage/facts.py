@@ -304,6 +304,7 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     ("graphs", r"\b(?:cuda|full) ?graphs?\b", "full"),
     ("moe_backend", r"\b((?:flashinfer )?\w*(?:cutlass|trtllm|deep_?gemm|marlin))\b(?! mla)", ""),
     ("backend", r"\b(\w+[_ ]mla|flashmla|\w+[_ ]attn|flash[_ ]?attention)\b", ""),
+    ("quant", r"\bmxfp4\b", "mxfp4"),
     ("quant", r"\b(?:nv)?fp4\b", "nvfp4"),
     ("quant", r"\bfp8\b", "fp8"),
     ("quant", r"\b(?:bf16|fp16)\b", "none"),
