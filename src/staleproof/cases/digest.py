@@ -159,6 +159,7 @@ def bookkeeping_digest() -> str:
     return _digest(files | {beside for file in files for beside in _beside(file)})
 
 
+@cache
 def _file(module: str) -> Path | None:
     """The file of a module of staleproof; ``None`` if there is none."""
     place = PACKAGE.joinpath(*module.split(".")[1:])
