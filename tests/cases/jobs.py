@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 from staleproof.cases.children import REPORT, tell
@@ -95,6 +96,7 @@ def variable(rank: int, meeting: str, name: str) -> str | None:
 
 def end_late() -> int:
     """Leaves a thread, what is to be done at the end, and text that is not written yet."""
+    weakref.finalize(end_late, print, "its finalizer")
     atexit.register(print, "at its end")
     threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
     sys.stdout.write("at once, ")

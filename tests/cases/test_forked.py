@@ -57,8 +57,21 @@ def test_a_child_ends_as_a_new_interpreter_does(monkeypatch):
     forked = children.call(jobs.end_late, timeout_s=60)
     monkeypatch.setattr(children, "_may_fork", lambda env: False)
     new = children.call(jobs.end_late, timeout_s=60)
-    assert forked.stdout == new.stdout == "at once, a thread\nat its end\n"
+    assert forked.stdout == new.stdout == "at once, a thread\nat its end\nits finalizer\n"
     assert (forked.code, forked.told) == (new.code, new.told) == (0, [1])
+
+
+def test_what_an_import_of_the_server_leaves_for_the_end_is_not_done_by_its_children(monkeypatch, tmp_path):
+    """torch takes its operators apart there, which takes longer than many a child."""
+    (tmp_path / "leaves.py").write_text(
+        "import weakref\nweakref.finalize(weakref.ref, print, 'of the server')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setitem(sys.modules, "leaves", None)
+    monkeypatch.setattr(children, "PRELOADED", ("leaves",))
+    ended = children.call(jobs.born, "leaves", timeout_s=60)
+    assert ended.answer()["loaded"]
+    assert ended.stdout == ""
 
 
 def test_a_variable_that_an_import_may_have_read_makes_a_new_interpreter():

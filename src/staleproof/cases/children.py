@@ -34,6 +34,7 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,6 +208,10 @@ def _run_forked(env: Mapping[str, str], folder: str, path: list[str], files: Map
     os.setpgid(0, 0)
     become(env, folder, [folder, *path], files["stdout"], files["stderr"])
     sys.argv[:] = sys.argv[:1]
+    # What the server's imports leave for the end is none of the child's. torch takes its operators apart there,
+    # a tenth of a second.
+    for finalizer in [*getattr(weakref.finalize, "_registry", ())]:
+        finalizer.atexit = False
     run_order(Path(files["order"]).read_bytes())
     # End as Python does, but do not take its modules apart: with torch, half a second.
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
