@@ -26,11 +26,11 @@ UTILS, PREPARE = f"{EXPERTS}.utils", f"{EXPERTS}.prepare_finalize.no_dp_ep"
 WORKER = "vllm.v1.worker.gpu_worker"
 QUANTIZE = ("A", "A_scale", "per_act_token", "block_shape")
 APPLY = ("self", "output", "hidden_states")
-# More than any batch: every row is live.
+# Larger than any batch: every row counts as live.
 ALL = 2**31 - 1
-# Device -> its count of the step's tokens, or why nobody can count them here.
+# Device -> the count of the step's tokens, or the reason why they cannot be counted.
 _counts: dict[Any, Count | str] = {}
-# Rows of the hidden states that run through a layer's experts right now, a row a token.
+# A stack: the number of tokens in the expert layer that is running (rows of its hidden states).
 _tokens: list[int] = []
 
 
@@ -39,7 +39,7 @@ class Count:
 
     Attributes:
         tensor: (1,) int32.
-        said: its value once the device has done what it was told.
+        said: the value last written to it; the device may not have executed that write yet.
     """
 
     def __init__(self, device: Any) -> None:
@@ -129,7 +129,7 @@ def end_step(result: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 @contextmanager
 def over_tokens(position: int, name: str, args: Arguments, kwargs: Keywords) -> Iterator[None]:
-    """Around a function whose argument has a row a token."""
+    """Around a function with an argument of one row per token: keep the number of tokens."""
     _tokens.append(argument(args, kwargs, position, name).shape[0])
     try:
         yield

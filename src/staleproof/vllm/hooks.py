@@ -49,14 +49,14 @@ class Target:
         around: returns a context manager; the call runs inside it.
         before: returns other arguments for the call, or ``None`` to keep them.
         instead: replaces the call. If it raises, vLLM's function runs, so it may write only outputs
-            that vLLM's function overwrites. A call with arguments beyond ``arguments`` is vLLM's.
+            that vLLM's function overwrites. A call with any other argument than ``arguments`` is left to it.
         after: takes vLLM's result and returns the one that the caller gets.
-        swap: takes the object that stands there, e.g. a Triton kernel, and returns the one to stand
-            there instead, once and not at each call. It names the first one in ``staleproof_replaces``.
-        versions: the first and last release with this function; ``None`` for all of the patch's.
+        swap: takes the original object, e.g. a Triton kernel, and returns its replacement, once and not
+            at each call. The replacement keeps the original as ``staleproof_replaces``.
+        versions: the first and last release with this function; ``None``: all releases of the patch.
         vital: whether the whole patch steps back if this one function cannot be wrapped.
-        probe: says whether this function has the defect; ``None`` if the patch's probe says it.
-        single: the function stays vLLM's own but for objects that :mod:`staleproof.vllm.single` is given.
+        probe: says whether this function has the defect; ``None``: the patch's probe says it.
+        single: hooks run only for objects that were passed to :func:`staleproof.vllm.single.hook`.
     """
 
     module: str
@@ -81,7 +81,7 @@ class Target:
         """Check that vLLM has this function, with these leading arguments.
 
         Raises:
-            PatchError: it has not.
+            PatchError: the function is missing, or its arguments differ.
 
         >>> import pathlib, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +173,7 @@ class _Hook(NamedTuple):
 def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
     """Return ``original`` with the hooks of one target around it; an error in a hook is contained."""
     owner, target = hook.owner, hook.target
-    # Calls read from their closure only: little else is still in the core's cache after a step of the model.
+    # A call reads only its closure: after a step of the model little else is still in the core's cache.
     stepped_back, instead, knows = standing.stepped_back, target.instead, target.knows
     before, after, most = target.before, target.after, len(target.arguments)
 
@@ -279,7 +279,7 @@ class _Place:
         _looked[0] = 0
 
     def bypassed(self) -> str | None:
-        """Say who calls something else than what was put here; ``None`` if nobody does."""
+        """Say why some calls do not reach what was installed here; ``None`` if all do."""
         try:
             now = _found(sys.modules[self.module], self.name)[2]
         except (KeyError, PatchError):

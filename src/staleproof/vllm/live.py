@@ -1,8 +1,9 @@
-"""One truth a server: what stands in all its processes; a switch; patches that come back.
+"""The state of the patches in all processes of a server; a file that switches them off; their return.
 
-The first process makes a folder and names it in its environment, which its children inherit: API server,
-engine core, workers. Each writes there what stands in it, and whoever is asked reads all of it. In each
-process that runs an engine or a worker a thread looks at the switch, lets patches come back, and writes anew.
+The first process makes a folder and puts its path into its environment, which its children inherit: API
+server, engine core, workers. Each writes the state of its patches there, and any of them can report all. In
+each process that runs an engine or a worker, a thread reads the switch file, puts patches back in service
+when they are due, and writes the state again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from staleproof.vllm.process import IN_PLACE, NOT_NEEDED, OFF, PARTLY, REFUSED, 
 
 FOLDER, SWITCH = "STALEPROOF_SERVER", "STALEPROOF_SWITCH"
 BEAT_S = 1.0
-# Of several processes, the state that stands first here is the server's.
+# Worst first: the server's state of a patch is the first of these that any of its processes has.
 ORDER = REFUSED, PARTLY, OFF, IN_PLACE, WAITING, NOT_NEEDED
 BAD = REFUSED, PARTLY
 State = tuple[str, str]
@@ -89,10 +90,10 @@ def enter(here: Here, asked: bool) -> bool:
 
     Args:
         here: this process.
-        asked: whether anybody can ask. If not, no folder is made.
+        asked: whether the server has a port that reports its state. If not, no folder is made.
 
     Returns:
-        Whether this is the first process of a server that can be asked.
+        Whether this is the first process of a server with such a port.
     """
     _here[:] = [here]
     first = asked and not Path(os.environ.get(FOLDER) or "/nowhere").is_dir()
@@ -142,11 +143,11 @@ def _say(lines: Iterable[str]) -> None:
 
 
 def look_at_switch(path: str | None, here: Here) -> None:
-    """Switch off what a file says, and on again what it does not say any more.
+    """Switch off the patches that a file names, and on again those that it no longer names.
 
     Args:
-        path: of the file. Where there is none, nothing is off; an empty one switches all patches off, and
-            words in it are names of patches, or incidents.
+        path: of the file. If it does not exist, nothing is off. If it is empty, all patches are off.
+            Otherwise its words are names of patches, or of incidents.
         here: this process.
     """
     if path is None:
@@ -168,10 +169,10 @@ def look_at_switch(path: str | None, here: Here) -> None:
 
 
 def gather() -> list[dict[str, Any]]:
-    """What stands in this process, and what every other living process of this server wrote last."""
+    """The report of this process, and the last report of every other living process of this server."""
     found = [here.report() for here in _here]
     for file in sorted(Path(os.environ.get(FOLDER, "/nowhere")).glob("*.json")):
-        # Gone meanwhile, or its process is.
+        # The file, or the process that wrote it, may have gone meanwhile.
         with contextlib.suppress(OSError, ValueError):
             one = json.loads(file.read_text(encoding="utf-8"))
             os.kill(one["pid"], 0)
@@ -180,7 +181,7 @@ def gather() -> list[dict[str, Any]]:
 
 
 def merged(processes: Iterable[Mapping[str, Any]]) -> dict[str, State]:
-    """Patch -> its state in the server, and the reason: that of the process that stands worst.
+    """Patch -> its state in the server, which is its worst state in any process, and the reason.
 
     >>> merged([{"patches": {"a": ["will be patched", ""]}}, {"patches": {"a": ["in place", ""]}}])
     {'a': ('in place', '')}

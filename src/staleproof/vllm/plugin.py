@@ -23,7 +23,7 @@ from staleproof.vllm.sources import Evidence, NotShippedError, PatchError, Sourc
 
 VARIABLE = "STALEPROOF_PATCHES"
 UNKNOWN = "STALEPROOF_UNKNOWN"
-# The port of a server's first process that says what stands in all of them; without it there is none.
+# The port on which a server's first process reports the patches of all processes; unset, no port is opened.
 PORT, WATCH = "STALEPROOF_PORT", "STALEPROOF_WATCH"
 AFFECTED, WILL, REFUSED = "affected", "will be patched", "refused"
 
@@ -292,7 +292,7 @@ def _apply(here: live.Here) -> None:
                 decision.patch.apply(of.name, force=name in choice.forced)
                 here.names.append(name)
             except (Exception, SystemExit) as error:
-                # The others stand without it, but for those that need it.
+                # The other patches stay in place, except those that require this one.
                 decision.patch.revert()
                 state, why = REFUSED, f"applying it failed: {type(error).__name__}: {error}"
                 out_of_service(standing.step_back(name, why))

@@ -1,4 +1,4 @@
-"""What stands in this process: one line when the engine or the worker in it is ready."""
+"""The state of the patches in this process, logged in one line when its engine or worker is ready."""
 
 from __future__ import annotations
 

@@ -249,14 +249,14 @@ def clean_hash(args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords] 
     return clean_hash_bias(*_cleaned(args, kwargs, HASH, [3], _scored_0))
 
 
-# FlashInfer sorts the slots of a batch by expert in one block of threads if there are at most this many
-# tokens, bits in the number of an expert, and one of these numbers of slots a token. It gives every slot a
-# row of its own then, so a repeated expert does no harm. Otherwise three kernels write only the first of
-# equal slots, and the last one reads what nobody wrote (``fusedBuildExpertMapsSortFirstToken`` in
-# cutlass_fused_moe_kernels.cuh, the same from 0.3.0 to 0.6.9).
+# FlashInfer sorts the slots of a batch by expert in one thread block if the batch has at most this many
+# tokens, an expert's number at most this many bits, and a token one of these numbers of slots. Every slot
+# then gets a row of its own, so a repeated expert does no harm. Otherwise three kernels sort them: they write
+# only the first of equal slots, and the last kernel reads what none of them wrote
+# (``fusedBuildExpertMapsSortFirstToken`` in cutlass_fused_moe_kernels.cuh, the same from 0.3.0 to 0.6.9).
 BLOCK_TOKENS, BLOCK_BITS, BLOCK_TOP_K = 256, 9, (1, 2, 4, 6, 8)
-# The block also needs 2 bytes of shared memory a thread for each number of so many bits. Up to here that is
-# 65 KiB, which every GPU has. Where it does not fit, the three kernels run.
+# The block also needs 2 bytes of shared memory per thread for each value of an expert's number. Up to this
+# many bits that is 65 KiB, which every GPU has. Where it does not fit, the three kernels run.
 ROOMY_BITS = 7
 
 

@@ -32,7 +32,7 @@ _tries: Counter[str] = Counter()
 # Patch -> when it comes back.
 _due: dict[str, float] = {}
 SWITCHED = "switched off by "
-# Patch -> what it undoes as it goes out of service: kernels of its own in a graph read what it wrote.
+# Patch -> called as it goes out of service, to reset memory that its kernels in captured graphs still read.
 undo: dict[str, Callable[[], None]] = {}
 # Name of a metric without staleproof_ -> reads it. Patches and detectors on the host may add theirs; any
 # process of the server may be asked for the sum over all.

@@ -33,7 +33,7 @@ def inactive() -> str | None:
 
 
 def unwatched() -> str | None:
-    """Say why nothing would be watched although a variable asks for it; ``None`` if it would, or none asks.
+    """Say why ``STALEPROOF_WATCH`` is set but has no effect; ``None`` if it works or is not set.
 
     >>> os.environ.get("STALEPROOF_WATCH") is not None or unwatched() is None
     True

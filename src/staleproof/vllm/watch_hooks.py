@@ -114,10 +114,10 @@ class Hooks:
     def stepping(
         self, before: Callable[[Arguments, Keywords], None], original: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """``execute_model`` with ``before`` in front, but for most steps of a steady decode.
+        """Return ``execute_model`` with a call of ``before`` first, except in most steps of a steady decode.
 
-        For those it is one function without a call: what the watch costs a step of a small model is this on
-        the host, and code that ran a step ago is in no near cache of the core any more.
+        Those steps run this one function and no other. For a small model, host time is what the watch costs a
+        step: code that last ran one step ago is no longer in the core's near caches.
         """
         slow = hooks._wrapped(original, hooks._Hook(OWNER, Target(RUNNER, EXECUTE, (), before=before), False))
 
@@ -137,7 +137,7 @@ class Hooks:
                         or getattr(scheduler_output, "new_block_ids_to_zero", None)
                     )
                 except Exception:
-                    # What is wrong is said where a failure of the watch is contained.
+                    # The slow path meets the same error, contains it and logs it.
                     quiet = False
             if watch is None or not quiet:
                 return slow(runner, scheduler_output, *args, **kwargs)
@@ -187,7 +187,8 @@ class Hooks:
     def step_v1(self, args: Arguments, kwargs: Keywords) -> None:
         """Before ``execute_model`` of the first model runner.
 
-        It orders its batch inside, and leaves it so until the next step, where this step is named.
+        This runner orders its batch during the step, and keeps that order until the next step begins. So the
+        requests of a step are named then.
         """
         watch = self.watch
         if watch is not None and self._tokens is not None and not watch.left:
@@ -299,7 +300,7 @@ def install(version: str | None = None) -> None:
                 raise PatchError(f"vLLM {version} is too old: the watch knows {OLDEST} to {newest}")
             if number > numbers(newest):
                 warn_once(f"watch on vLLM {version}: it knows {OLDEST} to {newest} and may find nothing here")
-            # It is no patch: its targets are not listed with those.
+            # The watch is not a patch: do not log that it is in place.
             hooks._announced.add(OWNER)
             installed.clear()
             installed.append(Hooks(chosen, version))

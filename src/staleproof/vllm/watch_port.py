@@ -81,7 +81,7 @@ class Collector:
             yield _counter(name, text, _by_rows(counts), "stage", "layer", "rows")
         twice = _by_rows({(layer,): pair for layer, pair in reading.repeats.items()})
         yield _counter("duplicate_expert_rows", "Rows that name an expert twice", twice, "layer", "rows")
-        # Of a stage whose count stands still while the counted steps go on, bad rows are not seen any more.
+        # If stage_runs stops for a stage while counted_steps goes on, bad rows of that stage are missed.
         runs = [*reading.runs.items()]
         yield _counter("stage_runs", "How often the kernel that counts a stage ran", runs, "stage", "layer")
         yield _counter("steps", "Steps of the engine", [((), reading.steps)])
