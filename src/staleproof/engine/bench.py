@@ -19,11 +19,11 @@ ASKED = "what this release does with dummy weights is the question"
 
 @dataclass(frozen=True)
 class Results:
-    """What engines told, each as soon as it is asked for.
+    """The answers of engines; asking for one waits until its engine has ended.
 
     Attributes:
-        running: order and result of each engine, as it ends.
-        ended: those that have.
+        running: name and result of each engine, as it ends.
+        ended: name -> result of the engines that have ended.
     """
 
     running: Iterator[tuple[str, EngineResult]]

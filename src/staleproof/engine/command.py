@@ -21,7 +21,7 @@ def ask(
     path: Path | None,
     limit_s: float | None = None,
 ) -> list[Finding]:
-    """Put these cases; findings are said as they come, and kept however this ends.
+    """Run these cases. Each finding is reported as it comes, and all are written, even after an error.
 
     Args:
         table: of some benches, or of all.

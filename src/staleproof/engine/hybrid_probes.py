@@ -12,7 +12,7 @@ from staleproof.engine.tenants import DeferredEvent
 
 # State of the engine -> switches: zeroing of new blocks, a cache filled with NaN before the first request,
 # copies of block ids that start late, and the runner's wait for its last step's copies before it zeroes new
-# blocks. The first state is vLLM as it is. "again" tells what repeats without any switch.
+# blocks. The first state is vLLM as it is. "again" repeats a state, to see what differs between equal runs.
 AS_SHIPPED = {"zeroing": True, "poison": False, "delay": False, "waits": True}
 SWITCHES = {
     "zeroing": {},

@@ -102,8 +102,8 @@ def quantizers(engine: Engine) -> dict[str, list[Any]]:
     """What vLLM's dynamic fp8 quantizers make of 3 sound rows and 5 rows of NaN.
 
     Returns:
-        Quantizer -> its scale of the sound rows alone, its largest scale of all eight rows (a string if it
-        is no number), and how many values of the sound rows come out otherwise than alone.
+        Quantizer -> its first scale for the sound rows alone, its first scale for all eight rows (as text: it
+        may be NaN), and how many values of the sound rows differ from those without the NaN rows.
     """
     import torch
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
@@ -158,7 +158,7 @@ def planted(engine: Engine, live: Sequence[int] = (3, 50), tokens: int = 12) -> 
 
 @contextmanager
 def _padded_with(runner: Any, token: int) -> Iterator[None]:
-    """The rows of a step behind its tokens hold this token."""
+    """Put this token into the padding rows of each step, which follow its own tokens."""
     import torch
 
     original = runner.execute_model

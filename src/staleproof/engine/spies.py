@@ -43,9 +43,9 @@ class Rows:
         sums: for each step since :meth:`clear`, a checksum of each live row's logits.
         tenants: what new blocks held (:mod:`staleproof.engine.tenants`).
         ledger: the :class:`~staleproof.evidence.AllocationLedger` over the engine's start.
-        graph_bytes: what vLLM says that its graphs took.
+        graph_bytes: bytes that its graphs took, as vLLM reports them.
         steps: what :mod:`staleproof.engine.ranks` keeps of each step; ``None``: nothing is kept.
-        lazy_layers: so many of the first layers allocate their buffer (:func:`lazy_buffers`).
+        lazy_layers: number of layers, counted from the first, that allocate a buffer (:func:`lazy_buffers`).
     """
 
     def __init__(self) -> None:

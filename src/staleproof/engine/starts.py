@@ -1,4 +1,4 @@
-"""Does an engine give the bits again that an equal engine gave? What off / on / off can say rests on that."""
+"""Do equal engines give the same bits? Off / on / off can only tell what the plugin changes if they do."""
 
 from __future__ import annotations
 
