@@ -27,21 +27,21 @@ from staleproof.device import Provenance
 ABLATION = "ablation"
 ALL = "all four"
 LIMIT_S = 900.0
-# Of a case: a value, or a function from the subject, or from subject and device.
+# From subject and device to the reason why a case cannot be asked here, or ``None``.
 Needs = Callable[[Any, str], str | None]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What an ask returns. It never says what was expected.
+    """The result of :attr:`Case.ask`. It does not contain the expected verdict.
 
     Attributes:
         verdict: a word of the case's family, or ``not run``.
         numbers: the values that the verdict rests on; JSON values.
-        note: one line beside it.
+        note: one line of explanation.
         script: text of a program that shows this alone.
-        evidence: what the question was put to, if that differs from the case's.
-        provenance: if that differs from the process's: ranks on a CPU beside a GPU, for example.
+        evidence: whose code ran, if it differs from the case's.
+        provenance: if it differs from the process's, for example for ranks on a CPU beside a GPU.
     """
 
     verdict: str
@@ -93,7 +93,7 @@ def needs_cuda(subject: Any, device: str) -> str | None:
 
 
 def from_scene(subject: Any, device: str, told: Mapping[Any, Reading]) -> Reading:
-    """An ask: what the scene told about this subject.
+    """A value for :attr:`Case.ask`: the scene's reading for this subject.
 
     >>> from_scene("one", "cpu", {"one": reading("right")}).verdict
     'right'
@@ -107,9 +107,9 @@ class Scene:
 
     Attributes:
         name: for the line of progress, and for the error if it fails.
-        tell: ``tell(device)`` does it; its result is the third argument of each ask.
-        early: begin it before the first case of the table, for a slow start beside other work. ``tell``
-            then starts something and returns at once.
+        tell: ``tell(device)`` does the work; its result is the third argument of each ``ask``.
+        early: begin before the first case of the table, so that a slow start overlaps with other work.
+            ``tell`` then starts something and returns at once.
         limit_s: seconds that its child processes may take together.
     """
 
@@ -178,9 +178,9 @@ class Fix(Case):
 
     Attributes:
         off: the subject without the remedy; it is asked before and after.
-        again: what is asked after, if it is not ``off``: a third process, for example.
-        wrong: ``wrong(subject, device)`` compares what is computed with the remedy with a reference, within
-            a stated error: live rows, what the contract says of padding rows, and live rows again over other
+        again: the subject that is asked after, if it is not ``off``: a third process, for example.
+        wrong: ``wrong(subject, device)`` compares the result with the remedy to a reference, within a stated
+            error: live rows, padding rows as the contract defines them, and live rows again with other
             padding. It returns what is wrong in one line, or ``None``. With a scene it gets ``told`` as well.
             It runs whenever the run with the remedy shows no fault, whatever is expected.
 

@@ -149,7 +149,7 @@ def _forked(env: Mapping[str, str], files: Mapping[str, Path]) -> Forked | None:
 def fork(
     target: Callable[..., object], arguments: Sequence[Any], preload: Sequence[str], *, daemon: bool
 ) -> Forked | None:
-    """A process of the fork server, or ``None`` if that was killed and nobody had noticed.
+    """A process of the fork server, or ``None`` if the server turns out to have been killed.
 
     Args:
         target: importable; what the process runs.

@@ -165,7 +165,7 @@ class CudaGraph:
 
 
 def capture(fn: Callable[[], Any], on: str) -> Graph:
-    """Capture one step, after running it once eagerly.
+    """Capture one step, after running it eagerly: once on a CPU, three times on a GPU.
 
     Args:
         fn: the step; reads and writes tensors that stay where they are. Its result is ignored.

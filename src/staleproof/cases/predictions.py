@@ -1,7 +1,8 @@
-"""Verdicts predicted before the machine that can give them was there, and what became of them.
+"""Verdicts predicted before a machine was available that can check them, and their outcome.
 
 They are in ``workbook/predictions.json``, for SM100 GPUs, which none of our recorded runs has.
-``python -m staleproof.cases.predictions`` registers them anew, after the code that will ask has changed.
+``python -m staleproof.cases.predictions`` registers them again, after the code that will check them has
+changed.
 """
 
 from __future__ import annotations

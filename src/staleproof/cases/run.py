@@ -144,7 +144,7 @@ def run(
 
 
 class _Scenes:
-    """What each scene told, kept until its last case was put."""
+    """The result of each scene, kept until the last case that uses it was asked."""
 
     def __init__(self, cases: Sequence[Case], device: str) -> None:
         self._device = device
@@ -164,7 +164,7 @@ class _Scenes:
                 self._told[scene] = error
 
     def arguments(self, case: Case) -> tuple[Any, ...]:
-        """What the ask of a case gets besides subject and device.
+        """The arguments of :attr:`Case.ask` after subject and device.
 
         Raises:
             ChildError: the scene failed; the text says how.
@@ -179,7 +179,7 @@ class _Scenes:
         return (told,)
 
     def release(self, case: Case) -> None:
-        """This case was put, or cannot be asked here: the last one frees what its scene told."""
+        """Call this after a case was asked, or skipped: the last case of a scene frees its result."""
         if case.scene is not None:
             self._left[case.scene] -= 1
             if not self._left[case.scene]:
@@ -200,7 +200,7 @@ def _shared_file(case: Case, device: str) -> Path | None:
 
 
 def _put_once(case: Case, device: str, scenes: _Scenes, file: Path | None) -> Finding:
-    """Put a case, or take what another process of this command found. What was not run is asked again."""
+    """Ask a case, or take the finding of another process of this command; ``not run`` is never shared."""
     if file is not None and file.exists():
         return pickle.loads(file.read_bytes())
     found = _put(case, device, scenes)
@@ -224,7 +224,7 @@ def _put(case: Case, device: str, scenes: _Scenes) -> Finding:
     except (MissingError, ChildError) as error:
         return not_run(case.key, words, str(error))
     except ModuleNotFoundError as error:
-        # What a release imports beside itself. A module that is missing from a package that is here: a fault.
+        # A release may import a package that is not installed. A missing module of an installed one is a bug.
         package = (error.name or "").partition(".")[0]
         if not package or package == "staleproof" or importlib.util.find_spec(package) is not None:
             raise
@@ -253,7 +253,7 @@ def _found(case: Case, words: str, said: Reading, device: str, three: Three | No
 
 def _put_fix(case: Fix, device: str, told: tuple[Any, ...]) -> Finding:
     """Ask without the remedy, with it, and without it again."""
-    # In this order: the last run shows that the remedy, not something it left behind, made the difference.
+    # The last run shows that the remedy made the difference, and not something that it left behind.
     asked: list[Reading] = []
     for subject in (case.off, case.subject, case.off if case.again is None else case.again):
         asked.append(_read(case.ask(subject, device, *told)))

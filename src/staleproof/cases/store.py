@@ -280,14 +280,14 @@ def read_kept(path: Path) -> list[Finding]:
 def merged(
     earlier: Iterable[Finding], answers: Sequence[Finding], complete: Collection[str], order: Sequence[str]
 ) -> list[Finding]:
-    """Earlier findings and those of a run, which win.
+    """Earlier findings, and those of a run, which replace them.
 
     Args:
-        earlier: of the file.
-        answers: of the run.
-        complete: incidents whose every question was asked. Their earlier findings are dropped, so that a
-            question that no longer exists leaves with them. Of an incident that was interrupted, the
-            earlier answers to what was not asked again stay.
+        earlier: findings of the file.
+        answers: findings of the run.
+        complete: incidents of which every question was asked. All their earlier findings are dropped, those
+            of removed questions too. An interrupted incident keeps its earlier findings of questions that
+            were not asked again.
         order: incidents in the order in which they are listed; others come last.
 
     >>> from staleproof.cases.finding import Key, finding
@@ -333,7 +333,7 @@ class Comparison:
 
     Attributes:
         match: keys with the same verdict in both.
-        mismatch: keys with two verdicts: that of the first, that of the second.
+        mismatch: keys with different verdicts: the first's and the second's.
         only_first: keys with a verdict in the first only.
         only_second: keys with a verdict in the second only.
         neither: keys that were not run in either.
