@@ -276,7 +276,7 @@ def other_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
 
 def _captured(kernel: Kernel, launch: Callable[[], Result], on_gpu: bool) -> tuple[Callable[[], Result], str]:
     """A replay of the captured launch on CUDA; elsewhere the launch itself, and a note that says so."""
-    # Not whether there is a GPU: a graph would hold nothing of a kernel that runs on the CPU beside it.
+    # Asks where the kernel runs, not whether there is a GPU: a graph records nothing of a kernel on the CPU.
     if not on_gpu or kernel.planned:
         return launch, "launched again, not captured"
     launch()
@@ -377,7 +377,7 @@ def several_query_tokens(kernel: Kernel, shape: Shape, device: str) -> Reading:
             return breaks(wrong, "clean")
     for clause, probe in (("T", stale_tail), ("E", empty_rows)):
         found = probe(kernel, shape, device, q_len=2)
-        # What one token shows as well is the other clause's.
+        # A failure that also occurs with one query token belongs to the other clause.
         if found.verdict == BREAKS and probe(kernel, shape, device).verdict != BREAKS:
             return replace(found, note=f"{clause} with 2 query tokens: {found.note}")
     return holds()

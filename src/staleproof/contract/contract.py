@@ -68,10 +68,10 @@ class Change(NamedTuple):
 
 
 def between_releases(found: Sequence[Finding]) -> list[Change]:
-    """What the releases of a package changed, in one audit that has several of them.
+    """What changed from one release of a package to the next, in one audit that has several of them.
 
-    Each answer is compared with that of the release before it on the same machine; what was not run counts as
-    absent.
+    Each answer is compared with the previous release's on the same machine. An answer that was not run counts
+    as absent.
 
     >>> old = Finding(CONTRACT, "E", "decode", CONTRACT, BREAKS, "kernels 1.9")
     >>> new = Finding(CONTRACT, "E", "decode", CONTRACT, HOLDS, "kernels 1.10")

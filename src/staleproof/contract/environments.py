@@ -1,8 +1,7 @@
-"""What a counterexample needs installed to run alone, as the comment lines at its top.
+"""What must be installed to run a counterexample alone, as comment lines at its top.
 
-A package is installed as its own metadata says where that is small. The whole of vLLM and of sglang is
-gigabytes of CUDA wheels: without a GPU their sources are installed alone, beside what importing them asks
-for.
+If a package is small, it is installed with the dependencies of its own metadata. vLLM and sglang would bring
+gigabytes of CUDA wheels: without a GPU, only their sources are installed, and what importing them needs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PINNED = ("vllm", "sglang")
 
 @dataclass(frozen=True)
 class Installed:
-    """What a script was seen with.
+    """The versions with which a script showed its break.
 
     Attributes:
         torch: its version without the local part, e.g. ``2.13.0``.
@@ -58,7 +57,7 @@ def commands(subject: Subject, version: str, seen: Installed) -> list[str]:
     Args:
         subject: the kernel.
         version: release of its package.
-        seen: what the script was seen with.
+        seen: the versions with which the script showed its break.
 
     Returns:
         One or two commands; none for a module of the user's.
@@ -90,7 +89,7 @@ def head(subject: Subject, version: str, sentence: str, seen: Installed) -> list
         subject: the kernel.
         version: release of its package, ``""`` for a module of the user's.
         sentence: what it shows.
-        seen: what the script was seen with.
+        seen: the versions with which it showed that.
     """
     package = f"{subject.package} {version}" if subject.package else "your module"
     lines = [f"# {subject.name} ({package}). {sentence}"]

@@ -450,7 +450,7 @@ def same_twice(kernel: Kernel, shape: Shape, device: str) -> Reading:
     calls = [given | {"x": before.clone()}, _rows(shape, device, ROWS, 1, (0, 2, 2, ROWS))]
     if "live_rows" not in shape:
         many = _rows(shape, device, MORE, 3, (0, 20, 20, 21, 30, MORE))
-        # What a quantiser makes of it, 0 / 0 often, stays in that row.
+        # Not zeros for quantisers: they often compute 0 / 0 there, which affects that row only.
         many["x"][ZERO_ROW] *= first[0].dtype in _QUANTISED
         calls += [_rows(shape, device, 1, 2, (0, 1)), many]
     return _in_turn(kernel, calls, off, ["x"] * shape.get("in_place", False)) or holds()
@@ -707,7 +707,7 @@ def _experts(shape: Shape, device: str, rows: int = 5, seed: int = 0) -> Known:
         "x": _random(rows, hidden, seed=seed, device=device),
         "w1": _random(experts, 2 * inner, hidden, seed=seed + 1, device=device) / hidden**0.5,
         "w2": _random(experts, hidden, inner, seed=seed + 2, device=device) / inner**0.5,
-        # Of one token they differ, so that a weight beside another's id shows.
+        # The weights of a token differ, so that a weight used with the wrong id is noticed.
         "topk_weights": torch.linspace(0.8, 0.2, top_k, device=device).expand(rows, -1).contiguous(),
         "topk_ids": ids.contiguous(),
     }
@@ -813,7 +813,7 @@ _EDITS = {
     "ragged": _Edit(lambda known: [known["x"][3:4]], [0, 1, 2, 4, 5], NAN_AND_NOISE, "sequence"),
     "state": _Edit(lambda known: [known["x"][1], known["state"][4]], [0, 2, 3, 4], results=1, own=1),
     "merge": _Edit(lambda known: [part[1] for part in known.values()], [0, 2, 3]),
-    # Also of a token that shares its experts.
+    # Other rows include a token that has the same experts.
     "experts": _Edit(lambda known: [known["x"][1]], [0, 2, 3, 4], NAN_AND_NOISE, "token", own=1),
 }
 

@@ -1,7 +1,7 @@
-"""Runs the probes of subjects, each subject in a process of its own, with a time limit a clause.
+"""Runs the probes of subjects in child processes, with a time limit per clause.
 
-A clause whose probe ends its process, by an illegal access or by the time limit, is a row; a new
-process goes on with the next clause.
+If a probe ends its process, by an illegal access or by the time limit, that is the answer to its clause; a
+new process goes on with the next clause.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from staleproof.kernels.packages import Release
 from staleproof.kernels.subject import _MARK, Subject, load_module, subjects_of
 from staleproof.kernels.vllm_sources import UnavailableError
 
-# What Python says of a call that does not fit a signature.
+# Python's error about a call that does not fit a signature.
 _SIGNATURE = re.compile(r"\(\) (got an unexpected keyword|missing \d|takes \d|got multiple values)")
-# What FlashInfer says where it may compile a module and cannot.
+# FlashInfer's error when it may compile a module but cannot.
 _UNBUILT = re.compile(r"RuntimeError: (Ninja build failed|Could not find nvcc)")
 LIMIT_S = 60.0
 START_S = 90.0

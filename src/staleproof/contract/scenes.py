@@ -303,7 +303,7 @@ def dirty_memory(fill: float) -> Iterator[None]:
             torch._dynamo.trace_rules.clear_lru_cache()
 
 
-# What lies behind an operand, as bytes; None is noise.
+# Value of the bytes after an operand; None: random bytes.
 BEHIND: dict[str, int | None] = {"0x00": 0, "0xff": 255, "noise": None}
 TAIL_BYTES = 4096
 
@@ -338,7 +338,7 @@ def zeros_behind(known: Mapping[str, Any]) -> dict[str, Any]:
 def _guarded(x: torch.Tensor) -> torch.Tensor:
     """A copy of ``x`` whose end is that of its mapping: a read behind it ends the process."""
     if x.device.type == "cuda" and x.nbytes % 16:
-        return x  # It would begin where no compiled kernel expects a tensor to begin.
+        return x  # A copy would not be aligned as compiled kernels expect.
     memory = mapped(x.nbytes, x.device.type)
     return memory.view(x.dtype).as_strided(x.shape, x.stride()).copy_(x)
 
@@ -346,9 +346,9 @@ def _guarded(x: torch.Tensor) -> torch.Tensor:
 def behind_operands(
     run: Callable[[dict[str, Any]], Sequence[torch.Tensor]], known: Mapping[str, Any]
 ) -> Reading:
-    """O: each operand at the end of its memory; the bytes behind it change no result and stay as they are.
+    """O: with each operand at the end of its memory, the bytes after it change no result and do not change.
 
-    On Linux each operand then ends where its mapping ends: a read behind it ends the process.
+    On Linux each operand is then placed at the end of a mapping, where a read past its end ends the process.
 
     Args:
         run: launches on these arguments, and returns copies of the results.

@@ -173,7 +173,7 @@ def run_alone(text: str, folders: Sequence[str]) -> None:
 
     Args:
         text: of the script.
-        folders: what is importable beside what is installed.
+        folders: put first on ``sys.path``, before installed packages.
     """
     installed = {sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
     sys.path[:] = [*folders, *(p for p in sys.path if any(p.startswith(place) for place in installed))]
@@ -198,9 +198,9 @@ def shows(note: str, ended: children.Ended) -> bool:
 
 
 def tried(said: Reading, texts: Sequence[str], subject: Subject, release: Release, limit_s: float) -> Reading:
-    """The answer with the first of these scripts that shows it; each is run.
+    """Run these scripts, and return the answer with the first one that shows it.
 
-    One that lacks a module here is kept, and says so: what it needs is in its first lines.
+    A script that lacks a module here is kept with a remark; its first lines say what it needs.
     """
     folders = [] if release.folder is None else [str(release.folder)]
     if subject.package in ("", "staleproof"):
