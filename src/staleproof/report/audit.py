@@ -57,13 +57,14 @@ def recorded_audits() -> list[Finding]:
 
 
 def by_machine(rows: Sequence[Finding]) -> list[Finding]:
-    """Rows of several machines with one row a subject, release and clause: a GPU's, if it ran there.
+    """Keep one machine's rows for each subject and release.
 
     Args:
         rows: of recorded audits.
 
     Returns:
-        Rows that a GPU measured, then those that only Triton's interpreter ran, then those that ran nowhere.
+        The rows, in their order: a GPU's if the subject ran on one, else those that Triton's interpreter ran,
+        else one machine's rows that did not run.
     """
 
     def rank(row: Finding) -> tuple[bool, bool]:

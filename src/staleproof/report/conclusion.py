@@ -1,4 +1,4 @@
-"""What a run says about each incident: symptom, cause, which remedy fails where, which holds, what next.
+"""Conclusions of a run for each incident: symptom, cause, which remedy fails where, which works, what next.
 
 >>> from staleproof.cases.finding import Key, Three, finding
 >>> three = Three("answers", "NaN", "clean", "NaN", right=True)
@@ -22,7 +22,7 @@ from staleproof.triage.text import wrapped
 # Questions of incident 5: one remedy each, put to every cause.
 MATRIX = "matrix, "
 SHOWN = 5
-# Of incidents that are in no registry: the questions to a whole vLLM.
+# For findings that belong to no registered incident: those of a whole vLLM.
 _UNKNOWN = Incident(0, "", "", "")
 
 

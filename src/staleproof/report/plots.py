@@ -318,9 +318,9 @@ def svg(fig: Figure, alt: str = "", caption: str = "") -> SVG:
 
     Args:
         fig: the figure.
-        alt: what a reader who cannot see the picture is told. It is the ``<title>`` of the SVG, and with
-            the caption the output's metadata, where the report reads both.
-        caption: what one mark stands for, where the values come from, and their unit.
+        alt: a description for readers who cannot see the picture. It is the ``<title>`` of the SVG; alt text
+            and caption are also in the output's metadata, where the report reads them.
+        caption: what one mark means, where the values come from, and their unit.
     """
     from IPython.display import SVG
 

@@ -187,7 +187,7 @@ def figure(events: list[Event] | None = None) -> Figure:
     from matplotlib.lines import Line2D
 
     events = load() if events is None else events
-    # In inches: the page, the space for lane names, one line of text.
+    # In inches: width of the page, left and right margins (lane names are left), height of a line of text.
     width, left, right, line = 9.0, 2.45, 0.1, 0.21
     first, last = (float(date2num(e.date)) for e in (events[0], events[-1]))
     start, end = first - 8, last + 45
