@@ -82,8 +82,8 @@ class Facts:
         traits: trait of the model -> whether it has it.
         origin: fact -> where it comes from, e.g. ``--gpu`` or ``line 12``.
         lines: text of the log in which ``signs`` are looked for.
-        in_place: patches of ours that the log says are in place.
-        looks_like: what a log looks like that is none of ours; empty if it says nothing of the kind.
+        in_place: patches of ours that are in place by the log.
+        looks_like: what kind of other failure the log shows; empty if it shows none.
         notes: what the reader should know about these facts.
     """
 
@@ -164,7 +164,7 @@ def symptom(given: str) -> str:
     """The symptom that a phrase names.
 
     Raises:
-        ValueError: none, or the word of none.
+        ValueError: it names no known symptom.
 
     >>> symptom("OOM after upgrade"), symptom("the model prints !!!!"), symptom("Accuracy drops with uptime")
     ('oom', 'nan', 'drift')
@@ -284,10 +284,10 @@ def _backend(name: str, given: str) -> str:
 
 DP, EP = r"(?:\bdp\b|\bdata.parallel)", r"(?:\bep\b|\bexpert.parallel)"
 RELEASE = r"(0\.\d+(?:\.\d+)?)\b"
-# What people write -> the fact that it says. Patterns are tried in the order of a fact's lines; the first
-# that is found counts. A group is the word to learn.
+# (fact, pattern of what people write, word). The patterns of a fact are tried in order, and the first match
+# counts. If the pattern has a group, the group is the word.
 WORDS: tuple[tuple[str, str, str], ...] = (
-    # Every release of vLLM so far begins with 0. One that an upgrade reached counts before others.
+    # Every release of vLLM so far begins with 0. The target of an upgrade is preferred over other releases.
     ("version", rf"\bto (?:vllm[ =v-]*|v)?{RELEASE}", ""),
     ("version", rf"\bvllm[ =v-]*{RELEASE}", ""),
     ("version", rf"(?<![\w.-])(?<!flashinfer )v?{RELEASE}", ""),

@@ -1,8 +1,8 @@
-"""How each row of the triage table stands to what is known: fits, may fit, or something speaks against it.
+"""Rates each row of the triage table against the known facts: it fits, may fit, or is contradicted.
 
 A row *fits* if its symptom, the release and all its needs are known and true. That is no proof: other rows
-may fit as well, and something that nobody has found may too. What is measured against a row lowers it, and
-what contradicts it takes it out.
+may fit as well, and so may a cause that nobody has found yet. A measurement in which the incident did not
+show lowers a row; a fact that contradicts it excludes it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Judgement:
     Attributes:
         row: the row.
         status: one of the five above.
-        because: facts that fit, each with where it comes from.
-        unknown: facts that would decide, and are not known.
-        against: what contradicts it.
-        measured: where it did not show although everything fits.
-        signs: what speaks for it besides: where it was reported, and what the log names.
+        because: facts that fit, each with its origin.
+        unknown: unknown facts that would decide.
+        against: what contradicts the row.
+        measured: measurements in which the incident did not show although everything fits.
+        signs: further evidence for it: where it was reported, and what the log names.
     """
 
     row: Row
@@ -53,9 +53,10 @@ class Judgement:
         return self.status != AGAINST
 
     def rank(self, symptom: str | None) -> tuple[int, ...]:
-        """Smaller is earlier: how it stands, its first symptom, its kind of model, how much fits.
+        """Sort key, best first: status, first symptom, signs, kind of model, how much fits.
 
-        Every MoE has a router, and not every MoE is a hybrid: a row about hybrids says more of a hybrid.
+        Rows about hybrids come before rows about any MoE, because they are more specific: every MoE has a
+        router, but not every MoE is a hybrid.
         """
         order = {FITS: 0, MEASURED: 3 if self.unknown else 1, SO_FAR: 2, ONLY_IF: 4, AGAINST: 5}
         first = self.row.symptoms[0] != symptom
@@ -122,7 +123,7 @@ def judge(row: Row, facts: Facts) -> Judgement:
 
 
 def _of(said: Mapping[str, Mapping[str, str]], facts: Facts) -> list[str]:
-    """What is said of the facts that are known."""
+    """The texts that belong to known facts."""
     return [text for name, by in said.items() for word, text in by.items() if facts.known.get(name) == word]
 
 
@@ -156,7 +157,7 @@ def judge_all(facts: Facts) -> list[Judgement]:
 
 
 def alike(one: Judgement, others: Sequence[Judgement]) -> list[Judgement]:
-    """The other rows that what is known does not tell from this one: they stand the same way."""
+    """The other rows with the same status, which the known facts do not distinguish from this one."""
     return [other for other in others if other is not one and other.status == one.status and one.alive]
 
 

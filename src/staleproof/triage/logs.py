@@ -15,10 +15,10 @@ import re
 from staleproof.triage import table
 from staleproof.triage.facts import GPUS, OTHER, Facts, known_model
 
-# What a line of another kind of failure holds -> what the log looks like.
+# Text in a line about another kind of failure -> what the log looks like.
 OTHERS = {word: entry["says"] for entry in table.others() for word in entry["words"]}
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# A line without any of these says nothing to the patterns below. Logs have millions of such lines.
+# Skip lines without any of these, which match no pattern below: logs have millions of them.
 MARKS = (
     *("Initializing a V1", "version", "staleproof", "Resolved arch", "udagraph", "backend", "quantization"),
     *("Asynchronous", "NVIDIA", "data_parallel", "enable_expert", "EP rank", "amba", "GDN", "GatedDelta"),
@@ -131,13 +131,13 @@ def read(text: str) -> Facts:
 
 
 def _named(line: str) -> dict[str, bool]:
-    """What a line says of the model by its name; nothing without one, or of one that is named at will."""
+    """The model's traits by its name in a line; empty without a name, or if the name is not known."""
     found = MODEL.search(line)
     return known_model(found[found.lastindex or 0].rpartition("/")[2].lower())[1] if found else {}
 
 
 def _symptom(facts: Facts, line: str, at: str, ready: bool) -> None:
-    """Learn what went wrong, if this line says so: one of our symptoms, or what it looks like instead."""
+    """Learn the failure that this line shows, if any: one of our symptoms, or another kind of failure."""
     found = next((name for name, sign in SYMPTOMS if sign.search(line)), None)
     if found is not None:
         facts.learn("symptom", found, at)

@@ -63,13 +63,13 @@ class Row:
         patches: names of the patches that help.
         symptoms: keys of :func:`symptoms`.
         see, not_when, flag, confirm: cells, in Markdown with code spans.
-        evidence: what it rests on.
+        evidence: the evidence for its claims.
         unpatched: releases with the defect and without a patch.
         needs: fact -> values, of which one must be true.
-        also: what must be true besides; empty if nothing.
+        also: a further condition; empty if there is none.
         weighs: fact -> value -> where the incident did not show.
         hints: fact -> value -> where it was reported.
-        signs: what a log says.
+        signs: texts that a log has in this case.
     """
 
     key: str
