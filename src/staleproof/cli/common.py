@@ -151,9 +151,10 @@ def obtain(
     show: Callable[[Sequence[Finding]], None],
     verbose: bool = False,
 ) -> Sequence[Finding]:
-    """Ask every question, keep the findings there are and show them, however this ends.
+    """Ask every question, then keep and show the findings, even if this ends early.
 
-    Printed are each finding if ``verbose``, and unexpected verdicts and a line an incident at any rate.
+    Unexpected verdicts are always printed, other findings only if ``verbose``. With several incidents, a line
+    of counts is printed for each.
 
     Args:
         incidents: names.

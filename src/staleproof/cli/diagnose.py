@@ -79,7 +79,7 @@ def diagnose(
         facts.notes.append(why)
     try:
         if symptom is not None:
-            # What the words name replaces what the log says, and an option what the words name.
+            # The symptom's words override the log, and options override both.
             said = from_words(symptom)
             if facts.looks_like:
                 facts.notes.append(f"{facts.origin['symptom']} of the log looks like {facts.looks_like}")
