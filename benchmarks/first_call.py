@@ -1,9 +1,9 @@
-"""From ``import staleproof`` to the first result of each operation, in a process of its own each time.
+"""Time from ``import staleproof`` to the first result of each operation, each in a new process.
 
-``cold``: Triton's cache is empty, so the kernels are compiled. ``warm``: a process before has filled it,
-which is what every further worker of a server finds. The time of ``import torch`` and of making the
-inputs, which create the CUDA context, is left out: a server has done that anyway. ``again`` is the second
-call of the same process.
+``Triton's cache empty``: the kernels are compiled. ``Triton's cache filled``: an earlier process has compiled
+them, as for every further worker of a server. The time of ``import torch`` and of making the inputs, which
+creates the CUDA context, is left out: a server has done that anyway. ``the second call`` is in the same
+process.
 
 Run: ``python benchmarks/first_call.py`` on a machine with a CUDA device.
 """

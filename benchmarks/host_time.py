@@ -1,9 +1,9 @@
-"""What a call of each operation costs the calling thread, beside a bare Triton launch and the peers' calls.
+"""Host time of a call of each operation, compared with a bare Triton launch and the peers' calls.
 
-In a captured step this time is gone. Under piecewise graphs or none a server pays it behind each layer. Small
-inputs, so that the device is never behind; each row is a median over rounds in which all calls take turns.
-Checks are on. The results of the first call, which checks and compiles, and of the next one, which finds it
-again, are compared first.
+A captured step does not pay this time; under piecewise graphs, or without graphs, a server pays it after each
+layer. Inputs are small, so that the host never waits for the device. Each row is a median over rounds in
+which all calls take turns. Argument checks are on. First, the results of the first call, which checks and
+compiles, and of the next one, which reuses that, are compared.
 
 Run: ``python benchmarks/host_time.py`` on a machine with a CUDA device. ``STALEPROOF_VLLM_MOE_SO`` and
 ``STALEPROOF_VLLM_C_SO`` name compiled libraries of a vLLM wheel, ``STALEPROOF_FLASHMLA_SO`` its FlashMLA;
