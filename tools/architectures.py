@@ -39,7 +39,7 @@ CACHE = Path.home() / ".cache" / "staleproof" / "architectures"
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a launcher asks a GPU about.
+    """The properties of a GPU that a launcher reads.
 
     Attributes:
         gpu: a product of this architecture.

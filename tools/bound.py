@@ -136,7 +136,7 @@ def source_of(
     return "\n".join(_said(found) for key in named for found in findings[key])
 
 
-# Of a finding: numbers that nothing was counted or measured for.
+# Fields of a finding whose numbers are neither counts nor measurements.
 _BOOKKEEPING = ("date", "machinery", "schema", "script", "source_digest")
 
 

@@ -41,11 +41,11 @@ LIVE, SIZES = (3, 50, 256), [8, 64, 256]
 STEPS = 16
 # Seconds until all engines are ready to be timed.
 READY_S = 100.0
-# Of each engine.
+# Time limit of each engine.
 TIMEOUT_S = 310.0
-# How often each state captures its graphs. Where a graph lies moves a step by up to a per cent (of three
-# captures on an H200 the plugin cost 0.9, 0.1 and -0.5 % at 3 of 8): rounds go through the captures in turn,
-# so that no state keeps the luck of one place.
+# How often each state captures its graphs. A graph's place in memory changes the time of a step by up to a
+# per cent (in three captures on an H200 the plugin cost 0.9, 0.1 and -0.5 % at 3 of 8). So rounds go through
+# the captures in turn, and no state always has a lucky place.
 CAPTURES = 5
 
 OFF, AGAIN, ON = "off", "off again", "on"

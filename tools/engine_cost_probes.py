@@ -111,7 +111,7 @@ def put_in_place(owners: set[str], kept: dict[tuple[int, frozenset[str]], Any]) 
 
     Args:
         owners: names of patches, or the watch's.
-        kept: what stood at each place with which owners; filled here.
+        kept: (place, owners) -> the function that was installed there for them; filled here.
 
     >>> put_in_place(set(), {})
     """
@@ -248,7 +248,7 @@ def states(
     while any(not Path(folder, f"{READY} {player}").exists() for player in players):
         time.sleep(0.01)
     cores = stay(list(players).index(name))
-    # As a server does when it is ready: what lives by now is not looked at by each collection.
+    # Like a server that is ready: freeze the objects that exist now, so that no collection visits them.
     gc.collect()
     gc.freeze()
     for count, seconds in live.items():
@@ -262,12 +262,13 @@ def states(
 def rounds(
     engine: Engine, switch: Switch, names: Sequence[str], count: int, seconds: float, steps: int
 ) -> dict[str, list[float | None]]:
-    """State -> median seconds a step, one for each round; ``None`` if not timed.
+    """State -> median seconds per step, one for each round; ``None`` if not timed.
 
-    Not the mean: a step now and then takes far longer.
+    Not the mean, because a few steps take far longer.
 
-    A round times each state twice, in an order that is drawn anew, and then in that order backwards: what
-    grows during the round, as the sequences do, hits all states alike. Garbage is collected between rounds.
+    A round times each state twice, first in a random order and then in the reverse of it, so that anything
+    that grows during the round, like the sequences, affects all states alike. Garbage is collected between
+    rounds.
     """
     times: dict[str, list[float | None]] = {name: [] for name in names}
     draw = random.Random(count)

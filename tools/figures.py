@@ -1,10 +1,9 @@
-"""What README.md and ``workbook/figures.md`` show of the recorded run of an H200, and the triage table.
+"""Writes figures of an H200's recorded run, and the triage table, into README.md and ``workbook/figures.md``.
 
-``python -m tools.figures`` writes the parts between markers, and README's picture. README has one sentence
-on times, and what ``diagnose`` answers. A rule
-chooses what the tables of times show, not we: each kernel at the shapes of DeepSeek and Qwen, in the case
-where it compares best and in the case where it compares worst; beside each peer in ``figures.md``, beside
-the peer that compares best with it in README.
+``python -m tools.figures`` writes the parts between markers, and README's picture. README has one sentence on
+times, and an answer of ``diagnose``. The cases in the tables of times follow a rule, not our choice: each
+kernel at the shapes of DeepSeek and Qwen, with each peer in ``figures.md``, in the case where it compares
+best and in the case where it compares worst. README's sentence has the worst of all cases.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def us(value: float) -> str:
 
 
 def is_ours(provider: str) -> bool:
-    """Whether the operation as it is offered: variants of ours are no peers, and do not stand for it.
+    """Whether this is our public operation: its variants count neither as ours nor as peers.
 
     >>> [is_ours(name) for name in ("staleproof", "staleproof, mask", "zeros, then staleproof", "vLLM")]
     [True, False, False, False]
@@ -119,7 +118,7 @@ def is_ours(provider: str) -> bool:
 
 @dataclass(frozen=True)
 class Pair:
-    """Ours beside a peer in one case, in microseconds. What is slower by a hundredth is bold, but no limit.
+    """Ours and a peer in one case, in microseconds. Ratios that round below 1 are bold, except for limits.
 
     >>> for ours in (100.0, 100.4, 102.0, 10.02, 9.0):
     ...     print(Pair(ours, 100.0, "a case"))

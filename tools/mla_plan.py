@@ -29,17 +29,17 @@ from staleproof.ops.launching import Seen
 from staleproof.ops.mla import decode, plan
 from staleproof.ops.mla.plan import Cut, Work, cdiv
 
-# Cells drawn by each seed besides the benchmark's shapes; the seed that it holds unseen is none of these.
+# Seed -> cells drawn with it, besides the benchmark's shapes. The benchmark's unseen seed is not among these.
 DRAWN = {SEEN: 12, 101: 24, 102: 24}
 E4M3 = torch.float8_e4m3fn
-# Cells beside an E4M3 cache, of which the benchmark has few.
+# Cells with an E4M3 cache, of which the benchmark has few.
 E4M3_SHAPES = [
     Shape(batch, tokens, heads, cache=E4M3)
     for heads in (16, 32, 128)
     for batch, tokens in ((1, 4096), (4, 4096), (16, 512), (16, 4096), (64, 2048), (128, 512))
 ]
 Times = Mapping[Shape, Mapping[Cut, float]]
-# Of a cell the cuts that take at most so many times the best count in full, others a tenth.
+# Cuts of a cell that take at most this many times the best cut's time have weight 1, others 0.1.
 CLOSE = 1.3
 
 

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction, MockTensor
 
-# In Triton's cache, beside the kernel that it is about.
+# Name of a kernel's log in Triton's cache, beside the kernel.
 LOG = "ptxas.log"
 
 

@@ -58,7 +58,7 @@ SERVERS: dict[str, tuple[dict[str, str], str]] = {
     PLUGIN: ({"VLLM_PLUGINS": "staleproof", "STALEPROOF_PATCHES": "all"}, ""),
     REMEDY: ({"VLLM_PLUGINS": "soak_fault"}, NAN_TO_NUM),
 }
-# What the log of a server must say, so that it did run what its name says.
+# Text that a server's log must contain, to prove that it ran what its name says.
 LOGGED = {PLUGIN: "staleproof on vLLM", REMEDY: "nan_to_num before the router"}
 WORDS = 8000
 MODEL, CHANGES = "deepseek_v2", {"vocab_size": WORDS}
@@ -190,9 +190,9 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def summary(found: Mapping[str, Mapping[str, Sequence[Result]]]) -> dict[str, Any]:
-    """Of each server, rate and metric the values, median and range, and how it stands beside ``off``.
+    """For each server, rate and metric the values, median and range, and the comparison with ``off``.
 
-    ``beside_off`` is the ratio of the same repetition less one, in per cent.
+    ``beside_off_percent`` is the ratio in the same repetition minus one, in per cent.
     """
     said: dict[str, Any] = {}
     for name, rates in found.items():
