@@ -31,6 +31,6 @@ def shared_memory(index: int) -> int:
 @cache
 def cudart() -> ctypes.CDLL:
     """The CUDA runtime library of this process, for calls that torch does not wrap."""
-    # torch has loaded one already. Its soname finds that one, where a path could load a second copy.
+    # torch has loaded it already. Loading by soname finds that copy; a path could load a second one.
     major = (torch.version.cuda or "").split(".")[0]
     return ctypes.CDLL(f"libcudart.so.{major}")

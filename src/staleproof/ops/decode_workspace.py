@@ -67,7 +67,7 @@ class DecodeWorkspace:
             shape: (batch, heads, rank) or (batch, q_len, heads, rank).
             dtype: of the output.
             device: where the memory is.
-            micro_batch: which of the micro-batches in flight asks; None for the current stream.
+            micro_batch: number of the micro-batch, if several are in flight; None for the current stream.
 
         Returns:
             A view of the buffer. Two calls with one device, micro-batch or stream, dtype, heads
@@ -105,7 +105,7 @@ class DecodeWorkspace:
         return buffer[:rows].view(sizes)
 
     def _grow(self, key: _Key, rows: int, sizes: tuple[int, ...]) -> torch.Tensor:
-        # Micro-batches may run in host threads of their own. torch.compile does not trace a lock.
+        # Each micro-batch may run in its own host thread. torch.compile cannot trace a lock.
         with self._growing:
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape[0] < rows:

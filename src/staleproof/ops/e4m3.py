@@ -1,6 +1,6 @@
 """E4M3 codes of float32 numbers and back, by integer arithmetic, for use inside Triton kernels.
 
-Integers, because the cast of Triton's interpreter drops the carry into the exponent, and NaN.
+Integers, because the cast of Triton's interpreter loses NaN and the carry into the exponent.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ import triton.language as tl
 INTERPRET = device.interpreting()
 # A scale below the smallest normal number would have no finite reciprocal.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-# Elements that one program of 1,024 threads quantises by itself, eight a thread, so that a second launch and
-# the memory between the two are saved.
+# Up to this many elements, one program of 1,024 threads quantises everything, eight elements a thread. That
+# saves a second launch and the memory between the two.
 WHOLE, WHOLE_WARPS = 8192, 32
 
 
@@ -44,7 +44,7 @@ def _scale_of(amax_bits, smallest_scale):
 
 @triton.jit
 def _magnitude_of(values, SATURATE: tl.constexpr):
-    """The bits of |values|, which are in order as integers; a NaN is above infinity, or does not count."""
+    """The bits of |values|, which sort as integers. A NaN is above infinity; with SATURATE it is 0."""
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if SATURATE:
         bits = tl.where(bits > 0x7F800000, 0, bits)
@@ -67,7 +67,7 @@ def _codes_of(values, inverse, BY_BITS: tl.constexpr, SATURATE: tl.constexpr):
         return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
-# Specialised on no number that changes from step to step: no step should compile.
+# Not specialised on numbers that change from step to step: no step should compile.
 @triton.jit(do_not_specialize=["live_count", "rows"])
 def _whole_kernel(
     x, live_rows, x_fp8, scale, live_count, rows, hidden, row_stride, smallest_scale,
@@ -80,7 +80,7 @@ def _whole_kernel(
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < hidden)[None, :]
     at = row.to(tl.int64)[:, None] * row_stride + column[None, :]
-    # Padding rows are read too: whether a row is one is loaded at the same time.
+    # Padding rows are read too, because the flag that says which rows are padding is loaded meanwhile.
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     live = _row_is_live(row, rows, live_rows, live_count, LIVE)[:, None]
     magnitude = tl.where(live, _magnitude_of(values, SATURATE), 0)
@@ -146,8 +146,8 @@ def _quantize_kernel(
 def _by_bits(x: torch.Tensor) -> bool:
     """Whether FP8 codes are made from the bits of float32, without a cast.
 
-    GPUs before compute capability 8.9 have no cast to e4m3. The interpreter's drops the carry into
-    the exponent, and NaN.
+    GPUs before compute capability 8.9 have no cast to e4m3. The interpreter's cast loses NaN and the
+    carry into the exponent.
     """
     return INTERPRET or capability(x.device.index) < (8, 9)
 
@@ -165,10 +165,11 @@ def _launch(
     scale: torch.Tensor,
     saturate_nan: bool = False,
 ) -> tuple[Ready | None, Ready, int] | None:
-    """Rows that neither tensor decides about are live if below ``live_count``.
+    """Launch without checks. With neither ``live_rows`` nor ``is_padding``, ``live_count`` rows are live.
 
     Returns:
-        What repeats the launches, and how many programs they have. Without a first there is one only.
+        The launches of the amax and of the quantisation, to be repeated, and their number of programs. The
+        first is ``None`` if one launch does both; all is ``None`` if nothing was compiled.
     """
     rows, hidden = x.shape
     kind, decides = "all", live_rows
@@ -191,7 +192,7 @@ def _launch(
     sizes = live_count, rows, hidden, x.stride(0), kind, block, saturate_nan
     amax = launched(_amax_kernel, (programs,), (x, decides, partial), sizes, num_warps=8)
     counts = live_count, programs, rows, hidden, x.stride(0), SMALLEST_SCALE
-    # As many partial results for any number of rows, so that they share one compiled kernel.
+    # The same number of partial results for any number of rows, so that one compiled kernel serves all.
     of_quantize = (*counts, kind, block, triton.next_power_of_2(most), _by_bits(x), saturate_nan)
     tensors = x, decides, partial, x_fp8.view(torch.uint8), scale
     quantize = launched(_quantize_kernel, (programs,), tensors, of_quantize, num_warps=8)

@@ -1,4 +1,4 @@
-"""Copies of block ids to the device, where each list keeps memory of its own until it has been read.
+"""Copies of block ids to the device. No list is overwritten before the device has read it.
 
 vLLM 0.17.1 to 0.25.1 copied from one pinned buffer. With async scheduling the ids of the next step
 overwrote it before the copy of the last step ran, so that live blocks were zeroed and new ones were
@@ -26,8 +26,8 @@ RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 @cache
 def _memcpy_async() -> Callable[..., int]:
-    # By index, which makes a function object of its own. Its argument types, set once, make each
-    # call cheaper.
+    # Indexing makes a new function object, so setting its argument types changes nobody else's. Set once,
+    # they make each call cheaper.
     copy = cudart()["cudaMemcpyAsync"]
     copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     return copy

@@ -1,4 +1,4 @@
-"""Calls that were checked and compiled before, by the layouts of their tensors.
+"""A cache of calls that were checked and compiled before, keyed by the layouts of their tensors.
 
 Checks, tile sizes and grid depend on shapes, strides, dtypes and options, not on values. Finding them
 and Triton's compiled kernel again takes several times as long as a launch. So an operation keeps, for
@@ -17,7 +17,8 @@ import torch
 from staleproof.ops import private
 from staleproof.ops.private import mode_count
 
-# A server sees each number of tokens up to its largest batch; more calls than this are a mistake.
+# A server has a call for each number of tokens up to its largest batch. More calls than this are a mistake,
+# so the cache is then emptied.
 MOST_CALLS = 4096
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _data_ptr = torch.Tensor.data_ptr
@@ -27,9 +28,9 @@ Call = TypeVar("Call")
 
 
 def key_of(*arguments: Any) -> Key | None:
-    """The arguments that checks and grid of a call depend on; ``None`` while torch traces.
+    """The cache key of a call: the arguments that its checks and grid depend on. ``None`` while torch traces.
 
-    The first of them is a tensor. :class:`Seen` compares tensors by layout, device and whether their
+    The first argument is a tensor. :class:`Seen` compares tensors by layout, device and whether their
     address is a multiple of 16, everything else by type and value.
 
     >>> len(key_of(torch.ones(2), 8))
@@ -54,7 +55,7 @@ class _Kind:
         places = [i for i, t in enumerate(types) if t in _PLAIN]
         others = [i for i in range(len(types)) if i not in places]
         one = places[0]
-        # For one place an itemgetter returns no tuple.
+        # An itemgetter with a single index returns the item itself, not a tuple.
         self.tensors: Callable[[Key], tuple[torch.Tensor, ...]]
         self.tensors = itemgetter(*places) if len(places) > 1 else lambda key: (key[one],)
         self.values: Callable[[Key], Hashable] = itemgetter(*others) if others else lambda key: None
@@ -84,14 +85,14 @@ class Seen(Generic[Call]):
 
         Args:
             key: see :func:`key_of`.
-            addresses: those of all its tensors, combined by ``|``, if the caller has asked for them.
+            addresses: the addresses of all its tensors, combined by ``|``, if the caller has them already.
         """
         if key is None or (kind := self._kinds.get(tuple(map(type, key)))) is None:
             return None
         try:
             found = kind.calls.get((key[0].shape, kind.values(key)))
         except TypeError:
-            # An argument that no dict can hold, e.g. a list: the checks will name it.
+            # An argument that is not hashable, e.g. a list: the checks will name it.
             return None
         if found is None:
             return None
@@ -107,7 +108,7 @@ class Seen(Generic[Call]):
         return None
 
     def keep(self, key: Key | None, call: Call | None) -> None:
-        """Remember a call whose arguments passed the checks, unless it has no key or nothing to repeat."""
+        """Remember a call whose arguments passed the checks, unless the key or the call is ``None``."""
         if key is None or call is None:
             return
         types = tuple(map(type, key))
@@ -130,7 +131,7 @@ class Ready:
     Args:
         compiled: what Triton's own launch returned.
         grid: its grid.
-        sizes: all arguments of the kernel behind its pointers, constants included, in the order of its
+        sizes: all arguments of the kernel after its pointers, constants included, in the order of its
             signature.
         device: index of the CUDA device.
     """
@@ -146,7 +147,7 @@ class Ready:
         """Launch on the current stream of the device.
 
         Args:
-            arguments: the addresses of the kernel's tensors; of a tensor descriptor what ``described`` makes.
+            arguments: the addresses of the kernel's tensors; for a descriptor, what ``described`` returns.
         """
         device = self._device
         if device != private.current_device():
@@ -166,7 +167,7 @@ def launched(
     sizes: Iterable[Any],
     **options: Any,
 ) -> Ready | None:
-    """Launch a kernel by Triton's own way, and return what repeats the launch on other addresses.
+    """Launch a kernel through Triton, and return a callable that repeats the launch on other addresses.
 
     Args:
         kernel: a Triton kernel whose pointers come first in its signature.
@@ -196,14 +197,14 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """Uninitialised contiguous memory beside ``like``, for a call that :class:`Seen` has found.
+    """Uninitialised contiguous memory on the device of ``like``, for a call that :class:`Seen` has found.
 
     >>> empty((2, 3), torch.int32, torch.ones(1)).shape
     torch.Size([2, 3])
     """
     make = private.empty_strided_cuda
     if make is not None and like.is_cuda and like.get_device() == private.current_device():
-        # It takes tuples only, and no torch.Size.
+        # torch's private function takes a tuple, but not a torch.Size.
         shape = tuple(shape)
         return make(shape, _contiguous(shape), dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)

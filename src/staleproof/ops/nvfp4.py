@@ -95,7 +95,7 @@ def _quantize_nvfp4_kernel(
     tiles = (columns + 3) // 4
 
     if PAD_ROWS:
-        # Padding rows: the programs that quantise rows of the last tiles share these tiles out.
+        # Padding rows: the programs that quantise rows of the last row of tiles share its padding.
         first = m // 128 * 128
         mine = tl.program_id(0) - first // ROWS
         if mine >= 0:
@@ -107,7 +107,7 @@ def _quantize_nvfp4_kernel(
                 start = ((first // 128).to(tl.int64) * tiles + one) * 128
                 tl.store(scale_words + start + word, tl.zeros([128], tl.int32), mask=is_padding)
 
-    # The maximum of the bits, in which every NaN is above infinity: no version of Triton loses one.
+    # The maximum of the bits, as integers: every NaN is above infinity, so no version of Triton loses a NaN.
     even_bits = even.to(tl.int32, bitcast=True)
     odd_bits = odd.to(tl.int32, bitcast=True)
     amax_bits = tl.max(tl.where(even_bits > odd_bits, even_bits, odd_bits), 2)
@@ -227,7 +227,7 @@ def quantize_nvfp4(
     (torch.Size([1, 16]), torch.Size([128, 4]), [2.5, 5.0, 0.0, 0.0])
     """
     key = None
-    # A number becomes a tensor on every call: one that is kept could lie in the memory of a graph.
+    # A number becomes a new tensor on every call: a cached tensor could be in a CUDA graph's memory pool.
     if isinstance(global_scale, torch.Tensor) and not validate:
         results = out if isinstance(out, tuple | list) else (out,)
         key = key_of(x, global_scale, swizzled, *results)

@@ -1,4 +1,4 @@
-"""Where the scales of an NVFP4 tensor lie, and the checks that the quantisers share.
+"""The memory layout of the scales of an NVFP4 tensor, and the checks that the quantisers share.
 
 A block of 16 neighbours of a row shares one e4m3 scale. Tensor cores read the scales in tiles of 128
 rows x 4 columns, so rows are rounded up to 128 and columns to 4: a batch of one row has 127 rows of
@@ -31,7 +31,7 @@ def round_up(value: int, multiple: int) -> int:
 def check_sizes(m: int, n: int, name: str = "n") -> None:
     """Raise ValueError unless a tensor of ``m`` rows and ``n`` columns can be quantised.
 
-    Any number of rows will do. A row must be whole blocks.
+    Any positive number of rows is allowed. A row must be whole blocks.
     """
     check.require(m > 0, "m" if name == "n" else name, "at least one row", m)
     check.require(n > 0 and n % BLOCK == 0, name, f"a positive multiple of {BLOCK} columns", n)

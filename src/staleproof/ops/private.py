@@ -1,7 +1,7 @@
-"""The names of torch and Triton that neither promises to keep, and what takes their place without them.
+"""Private names of torch and Triton, which any release may drop, and the public code to use without them.
 
-They make a call cheaper and nothing else. ``STALEPROOF_PUBLIC_NAMES=1`` leaves them all out, as a release
-that has none of them would; ``make public`` runs the tests so.
+They only make a call cheaper. ``STALEPROOF_PUBLIC_NAMES=1`` uses none of them, as if the release had none;
+``make public`` runs the tests in that way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PUBLIC_ONLY = os.environ.get("STALEPROOF_PUBLIC_NAMES") == "1"
 
 
 def _private(path: str) -> Any:
-    """What ``torch._C`` has under this path, or ``None``."""
+    """The attribute of ``torch._C`` at this path, or ``None``."""
     found: Any = torch._C
     for name in path.split("."):
         found = None if _PUBLIC_ONLY else getattr(found, name, None)
@@ -25,7 +25,6 @@ def _private(path: str) -> Any:
 
 
 def _modes_by_public_names() -> int:
-    # Under a fake mode a new tensor is a fake one.
     return int(is_tracing())
 
 
@@ -39,19 +38,20 @@ def is_tracing() -> bool:
         return any(_get_mode(kind) is not None for kind in _TRACING)
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+    # Under a fake mode a new tensor is a fake one.
     return type(torch.empty(0)) is not torch.Tensor or get_proxy_mode() is not None
 
 
 _get_mode = _private("_get_dispatch_mode")
 _TRACING = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("PROXY", "FAKE")] if _get_mode else []
-# How many modes see each operator; a mode that only watches is not always counted without this.
+# The number of modes that see each operator. The public code misses some modes that only watch.
 mode_count: Callable[[], int] = _private("_len_torch_dispatch_stack") or _modes_by_public_names
 current_device: Callable[[], int] = _private("_cuda_getDevice") or torch.cuda.current_device
 is_capturing: Callable[[], bool] = (
     _private("_cuda_isCurrentStreamCapturing") or torch.cuda.is_current_stream_capturing
 )
-# What code compiled by torch.compile calls: (shape, strides, dtype), tuples, on the current device. It passes
-# by the dispatcher, which takes three quarters of the time of torch.empty.
+# Code compiled by torch.compile allocates with this: (shape, strides, dtype), the first two tuples, on the
+# current device. It bypasses the dispatcher, which takes three quarters of the time of torch.empty.
 empty_strided_cuda: Callable[..., torch.Tensor] | None = _private("_dynamo.guards._empty_strided_cuda")
 _TensorGuards = _private("_dynamo.guards.TensorGuards")
 
@@ -64,12 +64,12 @@ def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     (True, False)
     """
     try:
-        # What torch.compile's guards are made of: one call for all tensors, in C++.
+        # torch.compile's guards use this: one call for all tensors, in C++.
         sizes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         if guards.check(*tensors):
             return guards.check
-    except Exception:  # There is none, or another one.
+    except Exception:  # The name is missing, or its signature is another.
         pass
 
     def layout(x: torch.Tensor) -> tuple[Any, ...]:
@@ -86,9 +86,9 @@ def launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], Calla
         compiled: what Triton's own launch returned.
 
     Returns:
-        A function of the three sizes of the grid, the stream, the second of these results, and the kernel's
-        arguments. What stands between stream and arguments. And a function that makes arguments of a tensor
-        descriptor; they hold while its tensor lies where it does.
+        The launch function, the extra arguments that it takes, and a function that turns a tensor descriptor
+        into arguments, which are valid while its tensor stays at the same address. The launch function takes
+        the three sizes of the grid, the stream, the extra arguments, and the kernel's arguments.
     """
     import triton
 
@@ -99,10 +99,11 @@ def launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], Calla
         run, given = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
         if not triton.__version__.startswith("3.6.") or run.global_scratch_size or run.profile_scratch_size:
             return run, given, _as_it_is
-        # Here ``run`` allocates scratch memory in Python, of which there is none, and then calls this.
+        # In Triton 3.6 ``run`` allocates scratch memory, which is not needed here, and then calls this.
         launch, described = run.launch, _as_it_is
         if compiled.metadata.tensordesc_meta:
-            # And this looks for the descriptors among all arguments, and encodes them, in each call.
+            # That function finds and encodes the descriptors among all arguments in each call. The function
+            # inside it does not.
             from triton.backends.nvidia.driver import make_tensordesc_arg
 
             (meta,) = compiled.metadata.tensordesc_meta

@@ -33,7 +33,7 @@ IDS_DTYPES = (torch.int32, torch.int64)
 def _plan(rows: int, experts: int, narrow: bool, scored: bool, grouped: bool) -> tuple[bool, int, int]:
     """Whether to sort, rows a program, warps: the best of a sweep on an H200.
 
-    Sorting wins where scores with a bias or of groups decide, not the logits themselves (``scored``).
+    Sorting is faster if the choice is by scores, with a bias or groups (``scored``), and not by the logits.
     """
     if INTERPRET:
         # The interpreter needs as long for one row as for many, and seconds for a sort.
@@ -90,7 +90,7 @@ _ARGUMENTS = (
 )
 
 
-# For the hooks of vLLM too, which call them past the public functions.
+# The vLLM hooks use these too: they call them directly, without the public functions.
 LAUNCHES = {
     score: operator(f"topk_{score}({_ARGUMENTS}) -> ()")(partial(_launch, score))
     for score in ("softmax", "sigmoid", "softplus_sqrt")
@@ -117,7 +117,7 @@ def route(
         x, top_k, topk_ids_dtype, out: as in :func:`topk_softmax`, where ``x`` is named ``router_logits``.
         options: bias, renormalize, routed_scaling_factor, is_padding, padding_id.
         groups: num_expert_group and topk_group, for grouped routing.
-        key: what a caller that found nothing in ``_SEEN`` looked for; the call is kept under it.
+        key: the key that the caller did not find in ``_SEEN``; the call is kept under it.
 
     >>> x, options = torch.tensor([[0.0, 3.0, 1.0]]), (None, False, 1.0, None, -1)
     >>> route(LAUNCHES["softmax"], x, 2, options, torch.int32, None)[1].tolist()
@@ -142,7 +142,7 @@ def route(
     check.require(0 < experts <= MAX_EXPERTS, "router_logits", f"1 to {MAX_EXPERTS} experts", experts)
     check.require(strides[1] == 1, "router_logits", "contiguous rows", f"strides {strides}")
     if not (isinstance(top_k, int) and 1 <= top_k <= min(experts, MAX_TOP_K)):
-        # Texts with sizes are made on failure only: torch cannot trace them with symbolic sizes.
+        # A text with sizes is formatted on failure only: torch cannot trace it with symbolic sizes.
         check.require(False, "top_k", f"1 to {min(experts, MAX_TOP_K)} experts", top_k)
     if groups:
         _check_groups(experts, top_k, *groups)

@@ -50,7 +50,7 @@ def _plan(
 def _zero_blocks(
     block_ids: torch.Tensor, kv_caches: list[torch.Tensor], block_dim: list[int], ratio: list[int]
 ) -> None:
-    # By the addresses of this call: a compiler may pass copies of the caches, and copy them back.
+    # Use the addresses of this call: a compiler may pass copies of the caches, and copy them back.
     caches = tuple(Layout.of(cache) for cache in kv_caches)
     _plan(caches, tuple(block_dim), tuple(ratio), block_ids.device).zero(block_ids)
 
@@ -142,9 +142,9 @@ class BlockZeroer:
         are not checked: ids that name no block, or the null block, are skipped, and repeated ids do
         no harm. One launch per 65,535 blocks.
 
-        In a CUDA graph the ids must be on the device, padded with 0 to a fixed length. So they must
-        under ``torch.compile(fullgraph=True)``, which refuses ids on the host: a graph would keep the
-        list of its first call. Without ``fullgraph`` such a call breaks the graph. While torch
+        In a CUDA graph the ids must be on the device, padded with 0 to a fixed length; likewise
+        under ``torch.compile(fullgraph=True)``, which refuses ids on the host: the graph would keep
+        the list of the first call. Without ``fullgraph`` such a call breaks the graph. While torch
         traces, the tensors given to the constructor must still exist, and torch refuses caches that
         share memory under different dtypes. ``torch.export`` cannot keep a zeroer, which is bound to
         addresses: call the operator ``torch.ops.staleproof.zero_blocks``, which is given the caches.

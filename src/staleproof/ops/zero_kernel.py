@@ -1,6 +1,6 @@
-"""The kernels behind :class:`staleproof.BlockZeroer`, and what a launch of them needs of the caches.
+"""The kernels behind :class:`staleproof.BlockZeroer`, and the address table that a launch of them needs.
 
-That is which bytes belong to a KV block: ranges of addresses, for caches of any layout.
+The table says which bytes belong to a KV block: ranges of addresses, for caches of any layout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WARPS = 2
 ROW = 32768
 # The most programs along the second and third axis of a CUDA grid.
 MOST = 65535
-# So many ids fit into the arguments of a launch, two in each.
+# The most ids that are passed as arguments of a launch, two in each argument.
 LISTED = 32
 _IDS, _PAIRS, _NONE = struct.Struct(f"{LISTED}i"), struct.Struct(f"{LISTED // 2}q"), (0,) * LISTED
 
@@ -42,7 +42,7 @@ def _zero_page(
     table, row, block, there, num_blocks, chunk, word, byte,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Zero CHUNK bytes of the pages (row of the table, block)."""
+    """Zero the CHUNK bytes number ``chunk`` of each page (table row, block)."""
     row = table + row.to(tl.int64) * 4
     start = tl.load(row, mask=there, other=0) + block * tl.load(row + 1, mask=there, other=0)
     length = tl.load(row + 2, mask=there, other=0)
@@ -55,7 +55,7 @@ def _zero_page(
     words = (base + chunk * CHUNK).to(tl.pointer_type(tl.int32))
     if PAGES == 1:
         words = tl.multiple_of(words, 16)
-    # As multiples of 4 words, so that the compiler sees that no mask splits a 16-byte store.
+    # Computed as multiples of 4 words, so that the compiler knows that the mask splits no 16-byte store.
     left = end // 16 * 4 - chunk * (CHUNK // 4)
     mask = word < tl.where(left < CHUNK // 4, left, CHUNK // 4).to(tl.int32)
     if not ALIGNED:
@@ -107,9 +107,9 @@ def _zero_listed_kernel(
     rows, num_blocks,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The same with PAGES = 1 and the ids in the arguments, two in each int64: no memory holds them."""
+    """``_zero_kernel`` with PAGES = 1 and the ids as arguments, two in each int64, instead of in memory."""
     i, row = tl.program_id(1), tl.program_id(2)
-    # A tree of choices by the bits of i.
+    # Select the argument by the bits of i, in a tree.
     odd = (i & 2) != 0
     a0, a1 = tl.where(odd, pair1, pair0), tl.where(odd, pair3, pair2)
     a2, a3 = tl.where(odd, pair5, pair4), tl.where(odd, pair7, pair6)
@@ -137,7 +137,7 @@ def _tile(longest: int) -> tuple[int, int]:
 
 
 def pairs_of(ids: Sequence[int]) -> tuple[int, ...]:
-    """At most LISTED ids, two in each number, and how many they are.
+    """At most LISTED ids, packed two in each number, then their count.
 
     Raises:
         struct.error: an id is not an integer within int32.
@@ -149,7 +149,7 @@ def pairs_of(ids: Sequence[int]) -> tuple[int, ...]:
 
 
 class Layout(NamedTuple):
-    """Where a cache lies: its address, and what its indices mean there. Strides in elements."""
+    """Address, element size, shape and strides (in elements) of a cache."""
 
     address: int
     itemsize: int
@@ -170,7 +170,7 @@ class Range(NamedTuple):
 
 
 def ranges(name: str, cache: Layout, block_dim: int, ratio: int) -> list[Range]:
-    """The bytes of a manager's block in one cache; ``ratio`` of its blocks make one of the manager's.
+    """The bytes of a manager's block in one cache; it is ``ratio`` blocks of the cache.
 
     Raises:
         ValueError: blocks overlap, or the elements of a block are not side by side.
@@ -189,7 +189,7 @@ def ranges(name: str, cache: Layout, block_dim: int, ratio: int) -> list[Range]:
     run = size
     while axes and axes[0][0] == run:
         run *= axes.pop(0)[1]
-    # Each axis that is left must step over all blocks at once (as K and V outermost do).
+    # Each remaining axis must have a larger stride than the blocks (e.g. K and V outermost).
     check.require(
         run <= stride and all(step > stride for step, _ in axes),
         name,
@@ -259,14 +259,15 @@ class Plan:
         self._address = self.table.data_ptr()
         if not INTERPRET:
             with on_device_of(self.table):
-                # Loading a kernel breaks a capture, so load them now. The only program of each launch
-                # finds the null block and writes nothing.
+                # Loading a kernel breaks a capture, so load them now. Each launch has one program, which gets
+                # the null block and writes nothing.
                 none = torch.zeros(1, dtype=torch.int64, device=where)
                 self._ready = {
                     dtype: self._loaded(_zero_kernel, none.to(dtype), *self._sizes(1))
                     for dtype in (torch.int32, torch.int64)
                 }
-                # Large numbers, because small ones would be compiled as int32; their lower half is 0.
+                # Large numbers, because small ones would be compiled as int32. Their lower half is 0, the
+                # null block.
                 self._listed = self._loaded(_zero_listed_kernel, *(2**40,) * (LISTED // 2), *self._last())
 
     def _loaded(self, kernel: Any, *arguments: Any) -> Ready:
@@ -274,7 +275,7 @@ class Plan:
         return Ready(compiled, (1,), (), self.table.get_device())
 
     def zero(self, ids: torch.Tensor) -> None:
-        """Launch on ids beside the caches. Ids that name no block, or the null block, are skipped."""
+        """Launch on ids on the caches' device. Ids that name no block, or the null block, are skipped."""
         if not INTERPRET:
             self.launch(ids.data_ptr(), len(ids), ids.dtype, self.stream())
         elif len(ids):
@@ -305,13 +306,13 @@ class Plan:
                 expected = "a tensor on the device where the current stream is capturing"
                 check.fail("block_ids", expected, "ids on the host, which no replay could read again")
             if len(ids) <= LISTED:
-                # As arguments of the launch: no copy, and no memory that a later call could overwrite.
+                # Pass ids as arguments: this needs no copy, and no memory that a later call could overwrite.
                 return self.launch_listed(pairs_of(ids.tolist()))
             stream = self.stream()
             ring.send(ids, stream, lambda to: self.launch(to, len(ids), torch.int32, stream))
 
     def launch_listed(self, pairs: Sequence[int]) -> None:
-        """Launch on ids that travel with the launch, from :func:`pairs_of`."""
+        """Launch with ids from :func:`pairs_of`, passed as arguments."""
         count, pairs = pairs[-1], pairs[:-1]
         grid = self._chunks, count, self.rows
         if INTERPRET:
@@ -320,7 +321,7 @@ class Plan:
             self._listed.on(self.stream(), grid, self._address, *pairs, *self._last())
 
     def _sizes(self, count: int) -> tuple[Any, ...]:
-        """The arguments of the kernel behind the table and the ids."""
+        """The arguments of the kernel after the table and the ids."""
         return count, *self._last(), self._pages
 
     def _last(self) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Zeroing of KV blocks whose caches are known by their addresses only, as vLLM's own zeroer keeps them.
 
-One launch of the kernel of :class:`staleproof.BlockZeroer`. A few ids travel as arguments of the launch,
-more of them through a ring of slots, so that no call overwrites ids that an earlier one has not read
+One launch of the kernel of :class:`staleproof.BlockZeroer`. A few ids are passed as arguments of the launch,
+more go through a ring of slots, so that no call overwrites ids that an earlier call has not read
 (vLLM #48085).
 """
 

@@ -1,7 +1,7 @@
-"""What of block zeroing torch.compile must not trace.
+"""The part of block zeroing that torch.compile must not trace.
 
-A module of its own, imported while something is traced: ``torch.compiler.disable`` imports Dynamo, which
-takes longer than all else that a first call of ``BlockZeroer`` waits for.
+This is a module of its own, imported only while torch traces: ``torch.compiler.disable`` imports Dynamo,
+which would take longer than everything else in a first call of ``BlockZeroer``.
 """
 
 from __future__ import annotations

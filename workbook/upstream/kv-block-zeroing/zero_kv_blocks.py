@@ -18,7 +18,7 @@ def _zero_page(
     table, row, block, there, num_blocks, chunk, word, byte,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Zero CHUNK bytes of the pages (row of the table, block)."""
+    """Zero the CHUNK bytes number ``chunk`` of each page (table row, block)."""
     row = table + row.to(tl.int64) * 4
     start = tl.load(row, mask=there, other=0) + block * tl.load(row + 1, mask=there, other=0)
     length = tl.load(row + 2, mask=there, other=0)
@@ -31,7 +31,7 @@ def _zero_page(
     words = (base + chunk * CHUNK).to(tl.pointer_type(tl.int32))
     if PAGES == 1:
         words = tl.multiple_of(words, 16)
-    # As multiples of 4 words, so that the compiler sees that no mask splits a 16-byte store.
+    # Computed as multiples of 4 words, so that the compiler knows that the mask splits no 16-byte store.
     left = end // 16 * 4 - chunk * (CHUNK // 4)
     mask = word < tl.where(left < CHUNK // 4, left, CHUNK // 4).to(tl.int32)
     if not ALIGNED:

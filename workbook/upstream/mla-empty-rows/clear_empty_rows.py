@@ -6,7 +6,7 @@ import torch
 
 from vllm.triton_utils import tl, triton
 
-# Rows of a program, and bytes of each row that it clears: the fastest of a sweep on an H200.
+# Rows of a program, bytes that it clears of each row, and warps: the fastest of a sweep on an H200.
 CLEAR_ROWS, CLEAR_BYTES, CLEAR_WARPS = 8, 32768, 4
 
 
@@ -35,7 +35,7 @@ def _clear_empty_rows_kernel(
             owner += tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), 1)
     else:
         owner = row // q_len
-    # Rows behind the last request belong to none; their length reads as 0, so they are cleared.
+    # Rows after the last request belong to no request; their length reads as 0, so they are cleared.
     tokens = tl.load(seq_lens + owner, mask=(row < rows) & (owner < batch), other=0)
     empty = (row < rows) & (tokens <= 0)
     flags = tl.sum(empty.to(tl.int32) << lane, 0)
@@ -72,7 +72,7 @@ def _launch(
     # Integers of the same size: 0 is the same bits in every dtype, FP8 included.
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.element_size()]
     chunk = CLEAR_BYTES // out.element_size()
-    # The stride of an axis of one element says nothing.
+    # The stride of an axis with one element is arbitrary.
     many = out.shape[-3] > 1
     sizes = (
         rows,

@@ -91,14 +91,14 @@ def order_of(x):
 
 @triton.jit
 def number_of(order):
-    """The float32 of an ``order_of``."""
+    """The float32 whose ``order_of`` this is."""
     sign = order >> 31
     return ((order + sign) ^ (sign & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def wide_key(order, index):
-    """An int64 that compares by order, then puts the lower index (0 to 1023) first."""
+    """An int64 that compares by order; of equal orders, the lower index (0 to 1023) is larger."""
     return (order.to(tl.int64) << 32) | (1023 - index)
 
 
@@ -113,7 +113,7 @@ def close_groups(
     order, group_count,
     TOPK_GROUP: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Orders (rows, GROUPS * GROUP_SIZE), with LEAST for experts outside the TOPK_GROUP best groups."""
+    """``order`` (rows, GROUPS * GROUP_SIZE), with LEAST for experts outside the TOPK_GROUP best groups."""
     rows: tl.constexpr = order.shape[0]
     grouped = tl.reshape(order, [rows, GROUPS, GROUP_SIZE])
     best = tl.max(grouped, 2)
@@ -186,7 +186,7 @@ def topk_kernel(
         exists = place < experts
     line = logits + row * row_stride
     here = in_rows[:, None] & exists[None, :]
-    # Places without an expert hold -inf, and their index puts them behind every expert of -inf.
+    # Places without an expert hold -inf. Their index is higher, so they lose to every expert with -inf.
     x = as_float32(tl.load(line[:, None] + expert[None, :], mask=here, other=-float("inf")))
     if SOFTPLUS and SANITIZE:
         x = finite_or_least(x)
@@ -271,7 +271,7 @@ def topk_kernel(
 def _plan(rows: int, experts: int, narrow: bool, scored: bool, grouped: bool) -> tuple[bool, int, int]:
     """Whether to sort, rows a program, warps: the best of a sweep on an H200.
 
-    Sorting wins where scores with a bias or of groups decide, not the logits themselves (``scored``).
+    Sorting is faster if the choice is by scores, with a bias or groups (``scored``), and not by the logits.
     """
     if INTERPRET:
         # The interpreter needs as long for one row as for many, and seconds for a sort.

@@ -46,7 +46,7 @@ def _attend(
     q_c, q_r, k_c, k_r, live, peak, total, acc, scale_log2,
     MASKED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One online softmax step over a block of keys; with MASKED, of those where ``live`` (rows, keys)."""
+    """One online softmax step over a block of keys. MASKED: only keys where ``live`` (rows, keys) is true."""
     scores = tl.dot(q_c, tl.trans(k_c), input_precision="ieee")
     scores = tl.dot(q_r, tl.trans(k_r), scores, input_precision="ieee") * scale_log2
     if MASKED:
@@ -61,7 +61,7 @@ def _attend(
     total = total * decay + tl.sum(weights, 1)
     acc = acc * decay[:, None]
     if INTERPRET:
-        # _operand has made float32 of the values.
+        # _operand has converted the values to float32.
         acc = tl.dot(weights, k_c, acc, input_precision="ieee")
     else:
         acc = tl.dot(weights.to(k_c.dtype), k_c, acc, input_precision="ieee")
@@ -74,14 +74,14 @@ def _operand(x, dtype: tl.constexpr, INTERPRET: tl.constexpr):
     if not INTERPRET:
         return x.to(dtype)
     elif x.dtype == tl.float8e4nv:
-        # The interpreter reads E4M3's NaN as 480, which is no number of it.
+        # The interpreter reads E4M3's NaN as 480, which E4M3 cannot represent.
         wide = x.to(tl.float32)
         return tl.where(tl.abs(wide) > 448.0, float("nan"), wide)
     else:
         return x.to(tl.float32)
 
 
-# Not in the compiled kernel: a server has many values of it.
+# Not specialised on ``splits``: a server uses many values of it.
 @triton.jit(do_not_specialize=["splits"])
 def _mla_decode_kernel(
     q, kv_cache, block_table, seq_lens, out, lse,
@@ -105,14 +105,14 @@ def _mla_decode_kernel(
     first_token = (tl.program_id(0) * BLOCK_M) // heads
     last_token = tl.minimum((tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // heads, q_len - 1)
 
-    # Longer than the table can hold: following it would read past the end of the table.
+    # A length beyond what the table has pages for would read past the end of the table.
     seq_len = tl.minimum(tl.load(seq_lens + request), capacity)
     first_limit = tl.maximum(seq_len - q_len + first_token + 1, 0)
     last_limit = tl.maximum(seq_len - q_len + last_token + 1, 0)
     span = tl.cdiv(tl.cdiv(last_limit, BLOCK_N), splits) * BLOCK_N
     begin = split * span
     end = tl.minimum(begin + span, last_limit)
-    # Every row here sees all keys before `full`, so blocks up to there need no mask.
+    # Every row of this program attends to all keys before `full`, so blocks up to there need no mask.
     full = tl.minimum(end, first_limit // BLOCK_N * BLOCK_N)
 
     column = tl.arange(0, RANK)
@@ -196,7 +196,7 @@ def _launch(
     if num_kv_splits is None:
         cut = fastest(q, kv_cache, q_len, capacity)
     else:
-        # Each program has one request, or one split of it: its bits depend on nothing else.
+        # A program decodes one request or one split of it, so the result depends on that request alone.
         cut = Cut("pairs", 0, num_kv_splits)
     if cut.kernel == "portable":
         return launch_portable(call, Tiles(16, 64, cut.splits, 4))
@@ -207,7 +207,7 @@ def _launch(
 
 
 class Call(NamedTuple):
-    """What every kernel of MLA decode is given: the checked arguments of :func:`mla_decode`."""
+    """The arguments of every MLA decode kernel: those of :func:`mla_decode`, checked."""
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -230,7 +230,7 @@ class Call(NamedTuple):
 
 
 def launch_portable(call: Call, tiles: Tiles) -> Any:
-    """Launch the Triton kernel and, with several splits, their merge; return what repeats both."""
+    """Launch the Triton kernel and, with several splits, the merge. Returns what ``_SEEN`` keeps."""
     q, kv_cache, block_table, seq_lens, softmax_scale, k_scale, out, lse = call
     rank, q_len, heads, splits = out.shape[-1], call.q_len, q.shape[-2], tiles.splits
     parts, part_lse = out, lse
@@ -261,7 +261,7 @@ def launch_portable(call: Call, tiles: Tiles) -> Any:
 
 
 def _part_memory(out: torch.Tensor, splits: int) -> tuple[torch.Tensor, int]:
-    """Memory for the splits of each row of ``out``: this many numbers of output, then their lse."""
+    """Memory for the splits of each row of ``out``: first this number of output elements, then their lse."""
     numbers = out.numel() * splits
     return empty((numbers + numbers // out.shape[-1],), torch.float32, out), numbers
 
@@ -308,17 +308,18 @@ def mla_decode(
       token change an earlier one of the same request.
     - Unused entries of ``block_table`` are never followed; they may hold anything.
 
-    Query token j of q_len attends to the first ``seq_len - q_len + j + 1`` keys. There is no host
-    sync. One launch, two where keys are split among programs, and on Hopper one before them beside an E4M3
-    cache. During the call partial results take at most processors * (128 * (2 * kv_lora_rank + 4) + 4) bytes
-    (16.6 MiB on an H200), unless ``num_kv_splits`` is given.
+    Query token j of q_len attends to the first ``seq_len - q_len + j + 1`` keys. There is no host sync. One
+    launch; a second one if keys are split among programs; on Hopper with an E4M3 cache, one more before them.
+    During the call partial results take at most processors * (128 * (2 * kv_lora_rank + 4) + 4) bytes (16.6
+    MiB on an H200), unless ``num_kv_splits`` is given.
 
     On Hopper DeepSeek's shape has kernels of its own (``hopper.py``, ``e4m3.py``), and ``plan.py`` chooses by
     predicted time. Some give each program an equal part of all keys, whatever the lengths. Then the last bits
-    of a request depend on where it is cut, so on the lengths of the batch, not on contents; with
-    ``num_kv_splits`` given they depend on the request alone. Where Hopper's kernels cut a request, its parts
-    are rounded to the dtype of ``q`` before they are merged, as FlashInfer's fa3 does: on an H200 the
-    relative error of random bfloat16 numbers was 0.0016 to 0.0028, with float32 parts 0.0010 to 0.0017.
+    of a request's result depend on where the request is cut, and so on the lengths in the batch, but not on
+    other requests' contents. With ``num_kv_splits`` given they depend on the request alone. Where Hopper's
+    kernels cut a request, its parts are rounded to the dtype of ``q`` before they are merged, as FlashInfer's
+    fa3 does: on an H200 the relative error of random bfloat16 numbers was 0.0016 to 0.0028, with float32
+    parts 0.0010 to 0.0017.
 
     Args:
         q: (batch, heads, 576) or (batch, q_len, heads, 576), bfloat16, float16 or float32;

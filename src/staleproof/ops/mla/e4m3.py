@@ -1,17 +1,17 @@
-"""MLA decode for Hopper beside an E4M3 cache, up to 32 heads: a Gluon kernel for DeepSeek's shape.
+"""MLA decode for Hopper with an E4M3 cache, up to 32 heads: a Gluon kernel for DeepSeek's shape.
 
-Its tiles of 64 keys stay E4M3 in shared memory. The tensor cores take a left operand from registers: there a
-group of warps makes float16 numbers of the E4M3 ones, which is exact, and nothing goes back to shared memory.
-So keys and output columns are the rows of the products, as in ``mla_decode_few_kernel``: scores are keys *
-queries^T, the output is values^T * weights.
+Its tiles of 64 keys stay E4M3 in shared memory. The tensor cores can take the left operand from registers, so
+a group of warps loads E4M3 numbers into registers, converts them to float16, which is exact, and writes
+nothing back to shared memory. So keys and output columns are the rows of the products, as in
+``mla_decode_few_kernel``: scores are keys * queries^T, the output is values^T * weights.
 
 Tiles come in pairs. Group 0 computes the scores of the even tile and the left 256 columns of the output,
 group 1 the scores of the odd tile and the right columns. Maxima and weights cross through shared memory. A
-third group loads; the copy engine brings tiles as they are.
+third group loads; TMA copies tiles unconverted.
 
-A word holds four columns of one key. In the scores columns are summed up, so their order is free: queries
-come in the order in which words are taken apart (``queries.py``). In the output the four columns of a word
-go to four accumulators, and the keys of a product come in the order of ``in_order``.
+A word holds four columns of one key. Scores are sums over columns, so the order of columns is free: queries
+are stored in the order in which words are unpacked (``queries.py``). In the output the four columns of a word
+go to four accumulators, and the keys of a product are in the order of ``in_order``.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Words of 64 keys, 16 at a time, as the copy engine brings them.
+# Words (64 keys, 16), as TMA stores them.
 WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2))
-# A thread's words of 64 keys, and its words of 8 keys by words: each as a product's left operand lies.
+# Register layouts of words (64 keys, 16) and of words (64, 8 keys), as a product's left operand needs them.
 KEYS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[8, 0], [0, 4], [0, 8]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
@@ -68,13 +68,13 @@ VALUES = gl.constexpr(
         [[8, 0], [0, 2]], [[0, 1], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8]
     )
 )
-# A row of maxima a thread.
+# One row of maxima per thread.
 COLUMNS = gl.constexpr(gl.BlockedLayout([8, 1], [2, 16], [1, 4], [0, 1]))
 LIFT = gl.constexpr(lift_of(gl.float16))
-# A barrier more than hopper.py has, for each group.
+# A barrier that hopper.py does not have, one for each group.
 PEAK = gl.constexpr(8)
 
-# A word of one key to float16 numbers of its four columns.
+# Unpacks a word of one key to the float16 numbers of its four columns.
 TAKE_KEYS = gl.constexpr("""{
 .reg .b16 low, high;
 .reg .b32 first, second;
@@ -84,7 +84,7 @@ cvt.rn.f16x2.e4m3x2 second, high;
 mov.b32 {$0, $1}, first;
 mov.b32 {$2, $3}, second;
 }""")
-# Words of two keys to float16 numbers: of each of four columns those of both keys.
+# Unpacks words of two keys to float16 numbers: for each of four columns, the numbers of both keys.
 TAKE_VALUES = gl.constexpr("""{
 .reg .b16 low, high;
 .reg .b32 bytes, both;
@@ -105,7 +105,7 @@ mov.b32 {$6, $7}, both;
 
 @gluon.constexpr_function
 def product_layout(rows):
-    """Of 64 keys or output columns by ``rows``."""
+    """The layout of a product (64 keys or output columns, ``rows``)."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
 
 
@@ -119,7 +119,7 @@ def exp2(x):
 
 @gluon.jit
 def _key_operand(words, LAYOUT: gl.constexpr):
-    """Words (64 keys, 16) as a left operand (64 keys, 64 columns), its columns in the order of queries.py."""
+    """Words (64 keys, 16) as a left operand (64 keys, 64 columns), with the columns in queries.py's order."""
     a, b, c, d = gl.inline_asm_elementwise(
         TAKE_KEYS, "=h,=h,=h,=h,r", [words],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
@@ -139,8 +139,8 @@ def _value_operand(even, odd, LAYOUT: gl.constexpr):
 def in_order(weights, ROWS: gl.constexpr):
     """Weights (64 keys, rows) with the keys in the order in which ``_add_values`` takes them.
 
-    Bits of a key's number, from the highest: 5, 3, 1, 2, 0, 4. So the keys whose words a warp loads together
-    lie in different banks of shared memory.
+    The bits of a key's number are permuted to 5, 3, 1, 2, 0, 4, highest first. So the keys whose words a warp
+    loads together are in different banks of shared memory.
     """
     return weights.reshape((2, 2, 2, 2, 2, 2, ROWS)).permute((0, 2, 4, 3, 5, 1, 6)).reshape((64, ROWS))
 
@@ -155,7 +155,7 @@ def _scores(memory, stage, ROWS: gl.constexpr):
     words = left_p.index(stage * 4).load(KEYS)
     for i in gl.static_range(9):
         keys = _key_operand(words, gl.DotOperandLayout(0, layout, 2))
-        # The next words are on their way while these are multiplied.
+        # Load the next words while these are multiplied.
         if i < 3:
             words = left_p.index(stage * 4 + i + 1).load(KEYS)
         elif i < 7:
@@ -173,7 +173,7 @@ def _scores(memory, stage, ROWS: gl.constexpr):
 
 @gluon.jit
 def _two_keys(words, STEP: gl.constexpr):
-    """A thread's words of eight keys, and of the eight that go with them."""
+    """A thread's words of eight even keys, and of the eight odd keys that are paired with them."""
     even = words.slice(STEP // 2 * 32 + STEP % 2 * 8, 8, dim=0).permute((1, 0)).load(VALUES)
     odd = words.slice(STEP // 2 * 32 + STEP % 2 * 8 + 16, 8, dim=0).permute((1, 0)).load(VALUES)
     return even, odd
@@ -206,7 +206,7 @@ def _add_values(acc, words, weights, FIRST: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _cut_off(scores, live, heads, more, ROWS: gl.constexpr, IS_PACKED: gl.constexpr):
-    """As ``hopper._cut_off``, keys by rows."""
+    """As ``hopper._cut_off``, for scores (keys, rows)."""
     if live - more < 64:
         layout: gl.constexpr = product_layout(ROWS)
         key = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
@@ -221,13 +221,13 @@ def _cut_off(scores, live, heads, more, ROWS: gl.constexpr, IS_PACKED: gl.conste
 
 @gluon.jit
 def _own_sums(weights, ROWS: gl.constexpr):
-    """Sums of what each thread has itself, (32, rows): the rest is summed up at the end of a request."""
+    """Sums within each thread, (32, rows). They are added across threads at the end of a request."""
     return gl.sum(weights.reshape((4, 2, 8, ROWS)), 1).reshape((32, ROWS))
 
 
 @gluon.jit
 def _highest(scores, ROWS: gl.constexpr):
-    """The maximum of each row. A NaN is left out; it reaches the sums, and so the output."""
+    """The maximum of each row, ignoring a NaN. The NaN reaches the sums, and so the output."""
     own = gl.max(gl.max(scores.reshape((4, 2, 2, 4, ROWS)), 1), 1).reshape((16, ROWS))
     return gl.max(gl.convert_layout(own, COLUMNS), 0)
 
@@ -252,7 +252,7 @@ def _group(
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
     half, given_p, given, peaks = memory[5 + GROUP], memory[7], memory[8], memory[9]
     more = token - first_row // heads if IS_PACKED else 0
-    # Tiles and pairs so far: their memory and barriers are used in turn.
+    # Tiles and pairs so far. They choose the buffer and the barrier phase.
     count = 0
     pairs = 0
     segment = 0
@@ -299,7 +299,7 @@ def _group(
                 faded = total * gl.convert_layout(decay, gl.SliceLayout(0, total.type.layout))[None, :]
                 total = faded + _own_sums(weights, ROWS)
                 acc = _times(acc, decay)
-                # The even tile first, in both groups: its memory is free before the odd one's.
+                # Both groups take the even tile first, so that its memory is free before the odd tile's.
                 for i in gl.static_range(2):
                     if i != GROUP:
                         mbarrier.wait(bars[GIVEN + i], pairs & 1)
@@ -353,7 +353,7 @@ def _store(
     gl.store(place, result.to(numbers.dtype.element_ty), mask=mask)
 
 
-# Not in the compiled kernel: a server has many values of these.
+# Not specialised on these: a server uses many values of them.
 @gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
 def mla_decode_e4m3_kernel(
     q, columns, block_table, seq_lens, out, lse, parts, part_lse, cuts, scales,
@@ -376,7 +376,7 @@ def mla_decode_e4m3_kernel(
     rows = gl.minimum(own, q_len * heads - first_row)
     # The last query token.
     token = (first_row + rows - 1) // heads
-    # Otherwise each group computes it again, and the grid's size waits for that in local memory.
+    # Without opaque_zero() each group computes this again, and the grid's size is spilled to local memory.
     program = (gl.program_id(1) + opaque_zero()) * gl.num_programs(0) + gl.program_id(0)
     cuts += program
     work = share_of(seq_lens, batch, capacity, q_len, token, aligned, BATCH)
@@ -404,7 +404,7 @@ def mla_decode_e4m3_kernel(
     total_1 = gl.allocate_shared_memory(gl.int64, [1], one)
     queries = gl.allocate_shared_memory(gl.int64, [1], one)
     queries_free = gl.allocate_shared_memory(gl.int64, [1], one)
-    # In the order of hopper.py.
+    # In the order of the indices in hopper.py.
     bars = (loaded, free, queries, queries_free, given_0, given_1, total_0, total_1, peak_0, peak_1)
     for i in gl.static_range(stages):
         mbarrier.init(loaded.index(i), count=1)

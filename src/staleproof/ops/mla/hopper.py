@@ -10,19 +10,21 @@ these are keys and output columns instead of heads, of which there would be too 
 keys * queries^T, and the output is values^T * weights. Group 0 takes the even tiles, group 1 the odd ones,
 each with all columns of the output, and they exchange halves of it at the end of a request.
 
-In both a third group loads: queries by ordinary copies, keys by the copy engine. The engine brings what lies
-behind the end of a request, too, and the computing groups clear it. It does not convert: to pairs, keys of an
-E4M3 cache come through registers, as float16 numbers; up to 32 rows ``e4m3.py`` has a kernel of its own.
+In both kernels a third group loads: queries with asynchronous copies (cp.async), keys with TMA. TMA also
+copies what follows the end of a request, and the computing groups clear that. TMA does not convert: for an
+E4M3 cache, the loading group of the first kernel converts keys to float16 in registers. Up to 32 rows, the
+kernel of ``e4m3.py`` is used instead.
 
-A program's share of the work is whole requests, one of several splits of one, or an equal part of the line of
-all tiles of all requests, so that lengths may differ. A request that lies in several parts is merged
-afterwards. While the results of one request are stored, the keys of the next are on their way.
+A program decodes whole requests, or one of several splits of a request, or an equal part of the line. The
+line is all tiles of all requests, one after another, so that programs have equal work even if lengths differ.
+The parts of one request are merged afterwards. While the results of one request are stored, the keys of the
+next are being loaded.
 
-A program runs most of its instructions once, and they come from memory: with short requests it waited for
-them a quarter of its time. So what is not in the loop over tiles is short rather than unrolled.
+A program runs most of its instructions once, so they must be fetched from memory: with short requests it
+waited for them a quarter of its time. So code outside the loop over tiles is short rather than unrolled.
 
-Barriers are in memory of their own each: the compiler puts a barrier of all threads between an arrival and a
-wait in the same allocation.
+Each barrier has an allocation of its own: the compiler puts a barrier of all threads between an arrival and a
+wait that use the same allocation.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 tile_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 IS_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-# Columns of a tile that arrive together: a product waits for those it reads alone.
+# Columns of a tile that arrive together: a product waits only for the columns that it reads.
 WIDTH = gl.constexpr(64)
 PIECES = gl.constexpr(256 // WIDTH.value)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -61,11 +63,13 @@ HALF = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 
-# Barriers. LOADED has 8 for the pieces of the even tile and 8 for the odd one. FREE has left columns, then
-# right with rotary ones, of each tile. GIVEN and TOTAL are two each, by the group that arrives.
+# Indices of barriers. LOADED has 8 for the pieces of the even tile and 8 for the odd one. FREE has 2 for each
+# tile: left columns, then right and rotary columns. GIVEN and TOTAL have one for each group,
+# by the group that arrives.
 LOADED, FREE, QUERIES, QUERIES_FREE, GIVEN, TOTAL = (gl.constexpr(i) for i in (0, 1, 2, 3, 4, 6))
-# Shared memory: queries in pieces and their rotary columns, left and right columns of two tiles in pieces,
-# the same as a whole, their rotary columns, the odd tile's weights, maxima.
+# Indices in ``memory``, which has: 0 queries in pieces, 1 their rotary columns; of two tiles, 2 and 3 the
+# left and right columns in pieces, 4 and 5 the same memory as a whole, 6 the rotary columns; 7 the odd tile's
+# weights; 8 maxima.
 LEFT, RIGHT = gl.constexpr(4), gl.constexpr(5)
 LOAD_THREADS = gl.constexpr(128)
 COST = gl.constexpr(REQUEST_COST)
@@ -73,9 +77,9 @@ COST = gl.constexpr(REQUEST_COST)
 
 @gluon.jit
 def opaque_zero():
-    """Zero, which the compiler cannot know: what is made with it is computed where it is used.
+    """Zero, but the compiler does not know it: an expression with it is computed where it is used.
 
-    Otherwise addresses and masks move out of the loops, and from there into local memory.
+    Otherwise the compiler hoists addresses and masks out of the loops and spills them to local memory.
     """
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -88,7 +92,7 @@ def limit_of(seq_len, capacity, q_len, token):
 
 @gluon.jit
 def token_of(row, heads):
-    """``row // heads`` of at most 64 rows, with one division for all of them."""
+    """``row // heads`` for rows below 64, with one division for all of them."""
     return row * (65536 // heads + 1) >> 16
 
 
@@ -99,9 +103,9 @@ def _add(a, b):
 
 @gluon.jit
 def pays_off(batch, units, aligned, programs):
-    """Whether fewer programs with fewer parts each end sooner: the line is then cut between requests only.
+    """Whether ``aligned`` programs are faster than all: a part is then whole requests, or lies within one.
 
-    Requests have ``units`` each.
+    All requests have ``units`` tiles, the cost of a request included.
     """
     return gl.cdiv(batch * units, aligned) <= gl.cdiv(batch * units, programs) + COST
 
@@ -114,10 +118,10 @@ def share(whole, place, count):
 
 @gluon.jit
 def split_of(program, tiles, splits):
-    """A program's request, and its split of that request's ``tiles``: the first, and the one behind the last.
+    """A program's request, and its split of that request's ``tiles``: first tile, and end (exclusive).
 
-    Programs count through the splits of the first request, then of the next. A request of fewer tiles than
-    splits has as many splits as tiles. ``merge.py`` counts alike.
+    Programs are numbered through the splits of the first request, then of the next. A request with fewer
+    tiles than splits has as many splits as tiles. ``merge.py`` uses the same numbers.
     """
     split = program % splits
     count = gl.minimum(tiles, splits)
@@ -128,10 +132,10 @@ def split_of(program, tiles, splits):
 def equal_part(seq_lens, batch, capacity, q_len, token, aligned, BATCH: gl.constexpr):
     """The part of program ``program_id(1)`` in the line of all tiles.
 
-    If all requests have as many tiles, ``aligned`` programs share them, so that cuts fall between requests.
+    If all requests have the same number of tiles and ``pays_off``, only ``aligned`` programs share them.
 
-    Returns its first request and how many it has, what ``next_request`` needs, the tile of the line at which
-    that first request begins, and the part's first tile and the one behind its last.
+    Returns the part's first request and number of requests, ``stride`` and ``turn`` of ``next_request``, the
+    tile of the line at which the first request begins, and the part's first tile and end (exclusive).
     """
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     index = gl.arange(0, BATCH, layout=line)
@@ -171,7 +175,7 @@ def equal_part(seq_lens, batch, capacity, q_len, token, aligned, BATCH: gl.const
 
 @gluon.jit
 def own_split(seq_lens, splits, capacity, q_len, token):
-    """One of ``splits`` of a request's tiles, as ``equal_part`` returns a part."""
+    """One of ``splits`` splits of a request, in the form in which ``equal_part`` returns a part."""
     first = gl.program_id(1) // splits
     zero = first * 0
     begin_unit = zero
@@ -180,27 +184,28 @@ def own_split(seq_lens, splits, capacity, q_len, token):
         limit = limit_of(gl.load(seq_lens + first), capacity, q_len, token)
         _, begin, end = split_of(gl.program_id(1), gl.maximum(gl.cdiv(limit, 64), 1), splits)
         begin_unit, end_unit = COST + begin, COST + end
-    # One request, in a loop all the same: without it more is computed ahead than there are registers for.
+    # One request, but still in a loop: otherwise the compiler hoists more than the registers can hold.
     return first, gl.minimum(splits, 1), 1, 0, zero, begin_unit, end_unit
 
 
 @gluon.jit
 def own_requests(batch):
-    """Whole requests, as ``equal_part`` returns a part: one of each round of ``num_programs(1)``."""
+    """Whole requests, one from each round of ``num_programs(1)``, in the form of ``equal_part``."""
     first, programs = gl.program_id(1), gl.num_programs(1)
     zero = first * 0
     turn = 1 - programs % 2
     rounds = gl.cdiv(batch, programs)
-    # The last round may have too few.
+    # The last round may have fewer requests than programs.
     last = (rounds - 1) * programs + (first + (rounds - 1) * turn) % programs
     return first, rounds - (last >= batch).to(gl.int32), programs, turn, zero, zero, zero + 2147483647
 
 
 @gluon.jit
 def next_request(lap, seat, stride, turn):
-    """A program's next request: ``stride`` further than the first of this round, and ``turn`` seats further.
+    """A program's next request: one round (``stride`` requests) further, and ``turn`` seats further.
 
-    That makes the distance odd. Otherwise a program might get all long ones where every second is long.
+    ``turn`` makes the distance odd. Otherwise, if every second request is long, one program might get only
+    long ones.
     """
     seat += turn
     return lap + stride, gl.where((turn != 0) & (seat >= stride), seat - stride, seat)
@@ -208,9 +213,9 @@ def next_request(lap, seat, stride, turn):
 
 @gluon.jit
 def share_of(seq_lens, batch, capacity, q_len, token, aligned, BATCH: gl.constexpr):
-    """A program's share: an equal part of all, with BATCH 1 whole requests, or with 0 one or a split of it.
+    """A program's share: with BATCH 0 a request or a split of it, with 1 whole requests, else an equal part.
 
-    For equal parts BATCH is ``batch`` up to a power of two.
+    For equal parts BATCH is ``batch``, rounded up to a power of two.
     """
     if BATCH == 0:
         return own_split(seq_lens, aligned, capacity, q_len, token)
@@ -222,9 +227,9 @@ def share_of(seq_lens, batch, capacity, q_len, token, aligned, BATCH: gl.constex
 
 @gluon.jit
 def part_of(seq_len, capacity, q_len, token, unit, begin_unit, end_unit):
-    """The keys of a request, its tiles, which begin at ``unit`` of the line, and a program's part of them.
+    """A request's number of keys and of tiles, and a program's part of the tiles, ``begin`` up to ``end``.
 
-    The part is the tiles from ``begin`` up to ``end``; there is none if begin >= end.
+    The request begins at ``unit`` of the line. The program has no part of it if begin >= end.
     """
     limit = limit_of(seq_len, capacity, q_len, token)
     tiles = gl.maximum(gl.cdiv(limit, 64), 1)
@@ -253,16 +258,15 @@ def _cut_off(scores, live, heads, more, IS_PACKED: gl.constexpr):
 
 @gluon.constexpr_function
 def largest_exponent(dtype):
-    """Of two numbers of 16 bits in a word: the bits of the exponent that Inf and NaN have."""
+    """The exponent bits of Inf and NaN, for two 16-bit numbers in a word."""
     return 0x7C007C00 if dtype == gl.float16 else 0x7F807F80
 
 
 @gluon.jit
 def _unfinite(words, dtype: gl.constexpr):
-    """All bits of each Inf and NaN in words of two numbers, or of four E4M3 ones, whose dtype is int32 here.
+    """A mask with all bits set for each Inf and NaN in ``words``. For E4M3 numbers, dtype is int32.
 
-    One more makes the highest exponent overflow into the bit of the sign. E4M3 has no Inf, and its NaN are
-    0x7f and 0xff.
+    Adding one to the highest exponent overflows into the sign bit. E4M3 has no Inf; its NaNs are 0x7f, 0xff.
     """
     if dtype == gl.int32:
         found = ((words & 0x7F7F7F7F) + 0x01010101) >> 7 & 0x01010101
@@ -275,13 +279,13 @@ def _unfinite(words, dtype: gl.constexpr):
 
 @gluon.jit
 def clear_tail(pieces, tile, live, more, LAYOUT: gl.constexpr, IS_PACKED: gl.constexpr):
-    """Rows of values from ``live`` on become zero: whatever lies there has weight 0, but 0 * NaN is NaN.
+    """Set rows of values from ``live`` on to zero: their weight is 0, but 0 * NaN is NaN.
 
-    So do Inf and NaN in the ``more`` rows before, to which some query tokens do not attend. Those that do
-    have them in their scores, whose NaN reaches all columns. The values of a tile lie in four of ``pieces``,
-    as words in LAYOUT.
+    Also set Inf and NaN to zero in the ``more`` rows before, to which some query tokens do not attend. The
+    tokens that do attend keep the fault: it is in their scores, and a NaN score reaches all columns. The
+    values of a tile are in four of ``pieces``, as words in LAYOUT.
 
-    A loop of 16 rows, not unrolled: this runs once a request, and its instructions come from far away.
+    The loop over 16 rows is not unrolled: this runs once a request, so its instructions are not cached.
     """
     if live - more < 64:
         wide: gl.constexpr = 16 if pieces.dtype == gl.int32 else 32
@@ -301,13 +305,13 @@ def clear_tail(pieces, tile, live, more, LAYOUT: gl.constexpr, IS_PACKED: gl.con
 
 @gluon.jit
 def finite(peak):
-    """What scores are taken relative to: 0 while a row has no key."""
+    """The number to subtract from scores: the peak, or 0 while a row has no key."""
     return gl.where(peak == -float("inf"), 0.0, peak)
 
 
 @gluon.jit
 def scale_of(scales, row, scale, live, ROWS: gl.constexpr, CONVERTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The factor of the scores of each row from ``row`` on; it undoes that of converted queries as well."""
+    """The factor of the scores of each row from ``row`` on; for converted queries it undoes their scale."""
     if CONVERTS:
         place = gl.arange(0, ROWS, layout=LAYOUT)
         return gl.load(scales + row + place, mask=place < live, other=1.0) * scale
@@ -317,22 +321,22 @@ def scale_of(scales, row, scale, live, ROWS: gl.constexpr, CONVERTS: gl.constexp
 
 @gluon.constexpr_function
 def lift_of(dtype):
-    """Weights are multiplied by 2 ** this: float16 has none below 2 ** -24, where long requests have many."""
+    """Weights are multiplied by 2 ** this: long requests have many below 2 ** -24, the least float16."""
     return 15.0 if dtype == gl.float16 else 0.0
 
 
 @gluon.jit
 def _scaled(acc, decay):
-    """The output relative to a new maximum."""
+    """The output, rescaled to a new maximum."""
     return acc * gl.convert_layout(decay, gl.SliceLayout(1, ACC))[:, None]
 
 
 @gluon.jit
 def wait_for_queries(bars, segment, keys, phase, has_keys):
-    """Wait for a request's queries, which come by ordinary copies: to the tensor cores, behind a fence.
+    """Wait for a request's queries and, if this group ``has_keys``, for its first keys on barrier ``keys``.
 
-    And for the first keys, on barrier ``keys``, if this group ``has_keys``. Triton's sanitizer does not
-    follow the barrier of ordinary copies; it knows of them by the next barrier of the loading group.
+    Queries come by cp.async, so tensor cores may read them only after a fence. Triton's sanitizer does not
+    follow the barrier of cp.async; it learns of these copies at the next barrier of the loading group.
     """
     mbarrier.wait(bars[QUERIES], segment & 1)
     mbarrier.wait(keys, phase & 1, pred=has_keys)
@@ -341,7 +345,7 @@ def wait_for_queries(bars, segment, keys, phase, has_keys):
 
 @gluon.jit
 def _begun_scores(memory, bars, z, used, TILE: gl.constexpr):
-    """Start the scores of the even tile (0) or the odd one (1): each product once its columns are there."""
+    """Start the scores of the even tile (0) or the odd one (1): each product as its columns arrive."""
     q_p, q_r, left_p, right_p, rope = memory[0], memory[1], memory[2], memory[3], memory[6]
     scores = warpgroup_mma_init(gl.full([64, 64], 0.0, gl.float32, layout=SCORES))
     for i in gl.static_range(PIECES):
@@ -368,7 +372,7 @@ def even_step(
     scores = warpgroup_mma_wait(0, deps=[scores])
     if IS_PACKED or not HAS_ODD:
         scores = _cut_off(scores, live, heads, more, IS_PACKED)
-    # A NaN is left out of the maximum; it reaches the sums, and so the output.
+    # The maximum ignores a NaN. The NaN reaches the sums, and so the output.
     new_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
     base = finite(new_peak)
     weights = gl.exp2(scores * scale[:, None] - (base - lift_of(dtype))[:, None])
@@ -379,7 +383,7 @@ def even_step(
     fence_async_shared()
     barrier()
     if IS_PACKED and HAS_ODD:
-        # The other group has no time between its products.
+        # This group clears the right columns too, because the other group has no time between its products.
         clear_tail(memory[3], z, live, more, PAIRS, IS_PACKED)
     mbarrier.arrive(bars[GIVEN], count=1)
     mbarrier.arrive(bars[QUERIES_FREE], count=1, pred=is_last)
@@ -468,8 +472,8 @@ ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 WORDS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 ROPE_WORDS = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
 PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
-# Four E4M3 numbers in a word to two words of two float16 numbers, which hold each of them exactly. A way to
-# bfloat16 would lead by float16 and float32.
+# Converts four E4M3 numbers in a word to two words of two float16 numbers, which is exact. A conversion to
+# bfloat16 would have to go through float16 and float32.
 TO_FLOAT16 = gl.constexpr("""{
 .reg .b16 low, high;
 mov.b32 {low, high}, $2;
@@ -491,9 +495,9 @@ def shared_as(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.const
 def load_queries(
     q_v, q_r, bar, base, stride, heads, gap, live, ROWS: gl.constexpr, IS_PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Start copying rows of queries, 16 at a time so that few addresses are alive; others become zeros.
+    """Start copying ``live`` rows of queries, 16 at a time so that few addresses are alive; others become 0.
 
-    Between the heads of two query tokens lie ``gap`` numbers more than between two heads.
+    From one query token to the next, the distance between heads is ``gap`` numbers more than within a token.
     """
     # Addresses of rows are made for each request, not kept in registers from one to the next.
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, HALF)) + opaque_zero()
@@ -519,7 +523,7 @@ def load_queries(
 def _load_half(
     pieces, rope, bars, columns, first_row, wanted, used, TILE: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Load half of a tile's columns in pieces with a barrier each, rotary ones with the last of the right."""
+    """Load half of a tile's columns in pieces with a barrier each; rotary ones with the last right piece."""
     mbarrier.wait(bars[FREE].index(2 * TILE + RIGHT), (used & 1) ^ 1)
     for i in gl.static_range(PIECES):
         bar = bars[LOADED][(TILE * 2 + RIGHT) * PIECES + i]
@@ -544,7 +548,7 @@ def _copy_tiles(
     left, right, rope, bars, columns, table, page_a, page_b, begin, end, limit, used_a, used_b, page_rows,
     PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Copy a request's tiles, each to the memory that the one before the last has left."""
+    """Copy a request's tiles. Each goes to the memory of the tile two before it, once that is free."""
     for tile in range(begin, end, 2):
         row_a = page_a * page_rows + tile * 64 % PAGE_SIZE
         row_b = page_b * page_rows + (tile + 1) * 64 % PAGE_SIZE
@@ -566,7 +570,7 @@ def _load_words(
 ):  # fmt: skip
     """Start loading words of 64 rows from ``row`` on, four numbers each; zeros in rows from ``live`` on.
 
-    Words, because a number that waits in a register has one of its own.
+    Words, because a single number would occupy a whole register while it waits.
     """
     # Addresses of rows are made here, not kept in registers from tile to tile.
     row_words = gl.multiple_of(row_words + opaque_zero(), 4)
@@ -599,7 +603,7 @@ def _converted(words):
 
 @gluon.jit
 def _announce(bars, odd, RIGHT: gl.constexpr):
-    """The columns that this group has stored are there: all pieces of a half of the even or odd tile."""
+    """Signal that this group has stored columns: all pieces of one half of the even or odd tile."""
     fence_async_shared()
     barrier()
     for i in gl.static_range(PIECES):
@@ -612,7 +616,7 @@ def _convert_tiles(
     left, right, rope, bars, cache, table, begin, end, limit, used_a, used_b, page_rows, row_words,
     PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Convert a request's tiles to float16; columns are loaded while those before are stored."""
+    """Convert a request's tiles to float16. While columns are stored, the next columns are being loaded."""
     left = shared_as(left, gl.int32, [2, 64, 128], PAIRS)
     right = shared_as(right, gl.int32, [2, 64, 128], PAIRS)
     rope = shared_as(rope, gl.int32, [2, 64, 32], PAIRS)
@@ -641,7 +645,7 @@ def _copy_words(
     left, right, rope, bars, columns, table, page, begin, end, limit, used, page_rows,
     PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy a request's tiles of E4M3 numbers, as words of four, to STAGES places in turn."""
+    """Copy a request's tiles of E4M3 numbers, as words of four, to STAGES buffers in turn."""
     for tile in range(begin, end):
         row = page * page_rows + tile * 64 % PAGE_SIZE
         page = page_of(table, tile + 1, limit, PAGE_SIZE)
@@ -670,11 +674,11 @@ def load_group(
 ):  # fmt: skip
     """Load ``rows`` queries of at most ROWS, and keys, in the order in which their memory is freed.
 
-    With STAGES the keys stay E4M3 and there are so many tiles of them; with 0 they come in pairs of tiles.
-    With CUTS they say to ``merge.py`` which request was cut.
+    With STAGES > 0 the keys stay E4M3, and memory has this many tiles; with 0 it has a pair of tiles. With
+    CUTS this group also writes to ``cuts`` which request was cut, for ``merge.py``.
     """
     if CONVERTS or STAGES > 0:
-        # For the launch that made the queries; so do the groups that load their scales.
+        # Wait for the launch that converts the queries. The groups that load the scales wait too.
         gdc_wait()
     seat, requests, stride, turn, unit, begin_unit, end_unit = work
     gap = q_token_stride - heads * q_head_stride
@@ -682,7 +686,7 @@ def load_group(
     used_b = 0
     segment = 0
     if CUTS:
-        # What lies there is of another call.
+        # The memory still holds the cuts of another call.
         gl.store(cuts, 0)
     lap = seat * 0
     for _ in range(requests):
@@ -693,7 +697,8 @@ def load_group(
         unit += tiles + COST
         if begin < end:
             if CUTS and end < tiles:
-                # The program's only request if it began before, otherwise the last one.
+                # -1 for a request that began in an earlier part: it is this program's only one. Otherwise it
+                # is the last one.
                 gl.store(cuts, gl.where(begin > 0, -1, request.to(gl.int32) + 1))
             table = block_table + request * (table_stride + opaque_zero())
             q_base = (
@@ -703,7 +708,7 @@ def load_group(
                 + (first_row % heads).to(gl.int64) * q_head_stride
             )
             live_q = gl.where(limit > 0, rows, 0)
-            # Before the queries, so that the first keys do not wait for them.
+            # Look up pages before queries are loaded, so that the first keys need not wait for those.
             page_a = page_of(table, begin, limit, PAGE_SIZE)
             page_b = page_of(table, begin + 1, limit, PAGE_SIZE)
             mbarrier.wait(bars[QUERIES_FREE], (segment & 1) ^ 1)
@@ -730,7 +735,7 @@ def load_group(
 
 @gluon.jit
 def key_memory(dtype: gl.constexpr, layout: gl.constexpr):
-    """Both tiles' left columns, then their right ones, in pieces and as a whole: the same memory."""
+    """Memory of both tiles: left and right columns in pieces, then views of the same memory as a whole."""
     left_p = gl.allocate_shared_memory(dtype, [512 // WIDTH, 64, WIDTH], layout)
     left = shared_as(left_p, dtype, [2, 64, 256], layout)
     right_p = gl.allocate_shared_memory(dtype, [512 // WIDTH, 64, WIDTH], layout)
@@ -740,12 +745,12 @@ def key_memory(dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def barriers():
-    """In the order of their numbers above."""
+    """All barriers, in the order of the indices at the top of this file."""
     one: gl.constexpr = mbarrier.MBarrierLayout()
     loaded = ()
-    # In memory of their own, too: between two of one allocation all threads would wait.
+    # Separate allocations: between two barriers of one allocation the compiler would make all threads wait.
     for _ in gl.static_range(16):
-        # A star is not supported here.
+        # Gluon does not support unpacking with a star here.
         loaded = loaded + (gl.allocate_shared_memory(gl.int64, [1], one),)  # type: ignore[assignment]  # noqa: RUF005
     free = gl.allocate_shared_memory(gl.int64, [4, 1], one)
     given_0 = gl.allocate_shared_memory(gl.int64, [1], one)
@@ -769,10 +774,10 @@ def barriers():
 
 @gluon.jit
 def result_at(target, first_row, slot, ROOM: gl.constexpr):
-    """Where numbers and lse of rows from ``first_row`` on belong, or with ``slot`` >= 0 those of a part.
+    """Where to store output and lse of rows from ``first_row`` on, or with ``slot`` >= 0 those of a part.
 
-    And the factor of the numbers: parts are averages of values, and so in the range of their dtype. The merge
-    multiplies by ``k_scale``.
+    The third result is the factor of the output. For a part it is 1: a part is an average of values, and so
+    in the range of their dtype. The merge multiplies by ``k_scale``.
     """
     out, lse, parts, part_lse, k_scale = target
     if slot >= 0:
@@ -792,8 +797,8 @@ def _pairs_store(
 ):  # fmt: skip
     """Write one half of the rows: the result, or with ``slot`` >= 0 a part of it that is merged later.
 
-    They are ``rows`` rows from ``first_row`` of the output on. ``staging`` held the last values that this
-    group read; ``free`` is their barrier.
+    The output has ``rows`` rows from ``first_row`` on. ``staging`` held the last values that this group read;
+    ``free`` is the barrier of that memory.
     """
     place = (segment & 1) * 2
     totals.index(place + GROUP).store(total)
@@ -812,7 +817,7 @@ def _pairs_store(
     if GROUP == 0:
         row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
         gl.store(logs + row, log_sum, mask=row < rows)
-    # By way of shared memory, so that a warp stores whole rows.
+    # Through shared memory, so that a warp stores whole rows.
     whole_rows = shared_as(staging, numbers.dtype.element_ty, [64, 256], SHARED)
     whole_rows.store(result.to(numbers.dtype.element_ty))
     barrier()
@@ -894,7 +899,7 @@ def _pairs_group(
             segment += 1
 
 
-# Not in the compiled kernel: a server has many values of these.
+# Not specialised on these: a server uses many values of them.
 @gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
 def mla_decode_pairs_kernel(
     q, columns, block_table, seq_lens, out, lse, parts, part_lse, cuts, scales,
@@ -930,7 +935,7 @@ def mla_decode_pairs_kernel(
     totals = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
     bars = barriers()
     scale = softmax_scale * k_scale * 1.4426950408889634
-    # In the order of their numbers above.
+    # In the order of the indices at the top of this file.
     memory = (q_p, q_r, left_p, right_p, left, right, rope, given, peaks)
     target = (out, lse, parts, part_lse, k_scale)
     gl.warp_specialize(
@@ -960,13 +965,14 @@ def mla_decode_pairs_kernel(
             ),
         ],
         [4, 4],
-        # Registers of a thread. A processor has 504 for three groups; the first takes the rest, 208 or 224.
+        # Registers per thread of the second and third group. The three have 504 together; the first gets the
+        # rest, 208 or 224.
         [200, 96] if CONVERTS else [216, 64],
     )  # fmt: skip
 
 
 HEADS = gl.constexpr(16)
-# Keys or output columns by heads.
+# Layout of (keys or output columns, heads).
 TALL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 BY_HEAD = gl.constexpr(gl.SliceLayout(0, TALL.value))
 # No weights cross between the groups here. Each barrier: this group has consumed the other's data.
@@ -996,7 +1002,7 @@ def _few_step(
     if live < 64:
         key = gl.arange(0, 64, layout=gl.SliceLayout(1, TALL))
         scores = gl.where((key < live)[:, None], scores, -float("inf"))
-    # A NaN is left out of the maximum; it reaches the sums, and so the output.
+    # The maximum ignores a NaN. The NaN reaches the sums, and so the output.
     new_peak = gl.maximum(peak, gl.max(scores, 0) * scale)
     base = finite(new_peak)
     weights = gl.exp2(scores * scale - (base - lift_of(given.dtype))[None, :])
@@ -1026,13 +1032,13 @@ def _few_store(
     own, theirs, peak, total, peaks, totals, halves, bars, target, segment, first_row,
     heads, slot, GROUP: gl.constexpr, LIFT: gl.constexpr,
 ):  # fmt: skip
-    """Exchange halves of the output with the other group, and write one: a result, or a part of one.
+    """Exchange halves of the output with the other group, and write one half of a result or of a part.
 
-    ``own`` are this group's sums of the columns that it writes, ``theirs`` those of the other columns.
+    ``own`` are this group's sums of the columns that it writes, ``theirs`` its sums of the other columns.
     """
     place = (segment & 1) * 2
     sums = gl.sum(total, 0)
-    # Before the first request there is nothing to be read.
+    # Wait until the other group has read the last halves. For the first request there are none.
     mbarrier.wait(bars[READ + 1 - GROUP], (segment & 1) ^ 1)
     halves.index(GROUP).store(theirs)
     peaks.index(place + GROUP).store(peak)
@@ -1108,7 +1114,7 @@ def _few_group(
             segment += 1
 
 
-# Not in the compiled kernel: a server has many values of these.
+# Not specialised on these: a server uses many values of them.
 @gluon.jit(do_not_specialize=["page_rows", "table_stride", "capacity", "q_len", "heads", "batch", "aligned"])
 def mla_decode_few_kernel(
     q, columns, block_table, seq_lens, out, lse, parts, part_lse, cuts,

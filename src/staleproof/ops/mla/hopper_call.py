@@ -29,8 +29,8 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 RANK, TOKEN = 512, 576
-# Requests that the kernel's sum over lengths covers; there is one compiled kernel for each. Another one for
-# at most 16 requests was no faster.
+# The most requests over which a kernel sums lengths; there is one compiled kernel for each number. One for at
+# most 16 requests was no faster.
 BATCHES = (128, 1024)
 
 
@@ -45,11 +45,11 @@ class _Address:
 
 
 class HopperCall:
-    """A call with these layouts, launched for the first time when it is made; then it can be repeated.
+    """A call with these layouts. The constructor launches it; then it can be repeated on other tensors.
 
     Args:
-        call: of ``decode.Call``, the checked arguments.
-        cut: the kernel and its parts.
+        call: a ``decode.Call``, the checked arguments.
+        cut: the kernel, and how it cuts the keys.
     """
 
     def __init__(self, call: Any, cut: Cut) -> None:
@@ -59,7 +59,7 @@ class HopperCall:
         page_rows = kv_cache.stride(0) // kv_cache.stride(1)
         rows = q_len * heads
         is_e4m3 = kv_cache.dtype != q.dtype
-        # Rows of a program, and those that a part of them takes.
+        # ``own`` is the rows of a program; below, ``room`` is the rows for which a part has memory.
         is_cut = cut.parts > 0 or cut.splits > 1
         is_packed, own = cut.kernel == "packed", cut.height(q_len, heads, is_e4m3)
         groups = cdiv(rows, own)
@@ -75,8 +75,8 @@ class HopperCall:
             kernel, kind, self._reads = mla_decode_e4m3_kernel, (room, is_packed), False
         elif heads <= FEW_HEADS and not is_packed:
             kernel, room, kind = mla_decode_few_kernel, 16, ()
-        # Of each program two parts: for each of their rows an lse, and its numbers, of which two are a word;
-        # and what each program cut.
+        # Memory in 4-byte words: each program has two parts. A row of a part has an lse and RANK 2-byte
+        # numbers. Then one word for each program: the request that it cut.
         slots = 2 * groups * programs * room
         sizes_of_parts = slots, slots * RANK // 2, groups * programs
         self._words, self._numbers_at = sum(sizes_of_parts), 4 * slots
@@ -85,12 +85,12 @@ class HopperCall:
         if is_cut:
             part_lse, numbers, cuts = self._memory(out).split(sizes_of_parts)
             numbers, cuts = numbers.view(out.dtype), cuts.view(torch.int32)
-        # The cache as rows of one token. Pages may lie apart, e.g. with those of other layers between.
+        # The cache as rows of one token. There may be gaps between pages, e.g. the pages of other layers.
         width = TOKEN // 4 if is_e4m3 else TOKEN
         row_width = kv_cache.stride(1) // 4 if is_e4m3 else kv_cache.stride(1)
         self._shape, self._strides = [(pages - 1) * page_rows + page_size, width], [row_width, 1]
         columns = kv_cache.view(torch.int32) if self._reads else self._descriptor(kv_cache)
-        # Of each cache by its address: shape and strides are those of this call.
+        # The kernel's arguments for each cache, by its address; shape and strides are the same in all.
         self._maps: dict[int, tuple[Any, ...]] = {}
         strides = q.stride(0), q.stride(1) if q.ndim == 4 else 0, q.stride(-2)
         scales, self._prepare = lse, None
@@ -169,7 +169,7 @@ class HopperCall:
             self._merge(*parts, lengths, *results)
 
     def _mapped(self, kv_cache: torch.Tensor) -> tuple[Any, ...]:
-        """The kernel's arguments for a cache that it has not read before; a server has one a layer."""
+        """The kernel's arguments for a cache that is new to this call; a server has one cache a layer."""
         assert self._decode is not None
         if len(self._maps) >= MOST_CALLS:
             self._maps.clear()
@@ -178,11 +178,11 @@ class HopperCall:
         return columns
 
     def _memory(self, out: torch.Tensor) -> torch.Tensor:
-        """For the parts of a call; see where its sizes are made."""
+        """Memory for the parts of a call; ``__init__`` computes its sizes."""
         return empty((self._words,), torch.float32, out)
 
     def _query_memory(self, q: torch.Tensor) -> torch.Tensor:
-        """Of queries beside an E4M3 cache their float16 numbers; behind them, for each row its scale."""
+        """Memory for queries with an E4M3 cache: their float16 numbers, then a scale for each row."""
         return empty((q.numel() // 2 + q.numel() // TOKEN,), torch.float32, q)
 
     def _descriptor(self, kv_cache: torch.Tensor) -> Any:

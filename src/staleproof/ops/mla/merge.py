@@ -40,16 +40,16 @@ def merge_splits_kernel(
 
 @triton.jit
 def _nth_cut(cuts, number, group, groups, programs, PROGRAMS: tl.constexpr):
-    """Of the requests that were cut the one of this number, its first program, and how many have a part.
+    """The cut request number ``number``, the first program with a part of it, and how many have a part.
 
-    Of each program ``cuts`` has 1 + the request whose first part it wrote, or -1 if it wrote a part from the
-    middle of one, and so nothing else; otherwise 0. The request is -1 if there is none of that number.
+    For each program, ``cuts`` has 1 + the request whose first part it wrote; -1 if it wrote only a part from
+    the middle of a request; otherwise 0. The returned request is -1 if fewer requests were cut.
     """
     index = tl.arange(0, PROGRAMS)
     cut = tl.load(cuts + index * groups + group, mask=index < programs, other=0)
     is_first = cut > 0
     mine = is_first & (tl.cumsum(is_first.to(tl.int32), 0) == number + 1)
-    # Both in one sum; a batch has up to 1,024 requests.
+    # Program and request packed into one sum; a batch has up to 1,024 requests.
     found = tl.sum(tl.where(mine, index * 2048 + cut, 0), 0)
     first = found // 2048
     last = tl.min(tl.where((index > first) & (cut >= 0), index, PROGRAMS), 0)
@@ -65,9 +65,9 @@ def merge_parts_kernel(
     """Average the parts of ROWS rows of a request, weighted by their lse.
 
     Grid: (groups of ``own`` rows * columns / BLOCK, own / ROWS, requests that may have been cut). With
-    PROGRAMS 0 the decode cut each into ``splits``, or fewer if it has fewer tiles. Otherwise it wrote down
-    which it cut; PROGRAMS is ``programs`` up to a power of two. Program p wrote the first part of its last
-    request to slot 2 p + 1, and other parts to 2 p. A slot has ROOM rows.
+    PROGRAMS 0 the decode cut each request into ``splits``, or fewer if it has fewer tiles. Otherwise ``cuts``
+    says which requests it cut, and PROGRAMS is ``programs`` rounded up to a power of two. Program p wrote the
+    first part of its last request to slot 2 p + 1, and other parts to 2 p. A slot has ROOM rows.
     """
     blocks: tl.constexpr = RANK // BLOCK
     groups = tl.num_programs(0) // blocks

@@ -1,9 +1,9 @@
 """Which kernel decodes a batch, and how its keys are cut, from shapes alone.
 
-On Hopper the cut of the least predicted time is taken. The prediction has two dozen constants, fitted to
-what one H200 took (``workbook/mla-plan.jsonl``); ``tools/mla_plan.py`` takes the times, fits, and shows what
-was predicted beside what was measured. Lengths are on the device and are not read back: only ``capacity``,
-for how many tokens of a request the block table has room, is known.
+On Hopper the plan takes the cut with the least predicted time. The prediction has two dozen constants, fitted
+to times on one H200 (``workbook/mla-plan.jsonl``); ``tools/mla_plan.py`` measures, fits, and shows predicted
+beside measured times. Lengths are on the device and are not read back. Only ``capacity`` is known: the number
+of tokens of a request that the block table has room for.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from staleproof.ops.cuda_runtime import capability, processor_count, shared_memory
 
-# What the tile of 32 rows and 32 keys takes on GPUs other than Hopper, for DeepSeek's shape.
+# Shared memory of the tile of 32 rows and 32 keys on GPUs other than Hopper, for DeepSeek's shape.
 WIDE_SHARED_BYTES = 102_400
 # Up to this many heads, use the memory-bound Hopper kernel.
 FEW_HEADS = 16
-# Rows up to which keys and values of an E4M3 cache are converted in registers.
+# Up to this many rows a program, use the kernel of ``e4m3.py`` for an E4M3 cache.
 E4M3_ROWS = 32
 # What beginning and ending a request takes, in tiles of 64 keys. With 0 ragged batches took 7 % longer.
 REQUEST_COST = 4
@@ -40,15 +40,15 @@ class Tiles(NamedTuple):
 
 
 def is_measured(q: torch.Tensor) -> bool:
-    """Whether the tiles are those measured on an H200. Under the interpreter any tile will do."""
+    """Whether to use the tiles measured on an H200: on Hopper, and on a CPU, where any tile works."""
     return not q.is_cuda or capability(q.device.index) == (9, 0)
 
 
 def tiles_of(q: torch.Tensor, rows: int, capacity: int) -> Tiles:
     """The tiles of the portable kernel for ``rows`` rows of each request.
 
-    Wide tiles read the cache less often; narrow ones spread a small batch over more processors. Hopper's as
-    measured on an H200; elsewhere they fit and spill no registers.
+    Wide tiles read the cache less often; narrow ones spread a small batch over more processors. Hopper's
+    were measured on an H200; those for other GPUs fit and spill no registers.
     """
     warps = 4 if (measured := is_measured(q)) or q.element_size() == 4 else 8
     block_m, block_n = 16, 16 if q.element_size() == 4 else 64 if measured else 32
@@ -65,7 +65,7 @@ def tiles_of(q: torch.Tensor, rows: int, capacity: int) -> Tiles:
 
 
 def cache_dtypes(q: torch.Tensor) -> tuple[torch.dtype, ...]:
-    """What a cache beside these queries may hold: a GPU converts E4M3 from compute capability 8.9 on."""
+    """The dtypes that a cache may have with these queries: a GPU converts E4M3 from capability 8.9 on."""
     converts = not q.is_cuda or capability(q.device.index) >= (8, 9)
     return (q.dtype, torch.float8_e4m3fn) if converts else (q.dtype,)
 
@@ -73,7 +73,7 @@ def cache_dtypes(q: torch.Tensor) -> tuple[torch.dtype, ...]:
 def fits_hopper(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, scale: float) -> bool:
     """Whether the Hopper kernels support this call.
 
-    They are for DeepSeek's shape in 16 bits, beside a cache of the same dtype or E4M3. A program has up to 64
+    They are for DeepSeek's shape in 16 bits, with a cache of the same dtype or E4M3. A program has up to 64
     heads of one query token, or all heads of several. They address the cache as rows of one token, 16 bytes
     at a time, compare scores before they scale them, and sum up the lengths of at most 1,024 requests.
     """
@@ -97,7 +97,7 @@ def fits_hopper(q: torch.Tensor, kv_cache: torch.Tensor, rank: int, q_len: int, 
 
 
 def aligned_parts(parts: int, batch: int) -> int:
-    """Into how many parts, at most ``parts``, requests of equal length are cut, where cuts fall between them.
+    """How many parts, up to ``parts``, if equal requests are cut so that a part never has pieces of two.
 
     >>> [aligned_parts(66, batch) for batch in (1, 16, 40, 100, 128)]
     [66, 64, 40, 50, 64]
@@ -106,9 +106,9 @@ def aligned_parts(parts: int, batch: int) -> int:
 
 
 def whole_programs(batch: int, groups: int, processors: int) -> int:
-    """How many programs share requests as a whole, for each of ``groups`` of rows: all equally many requests.
+    """How many programs share the requests uncut, for each of ``groups`` of rows.
 
-    More would finish no sooner, and share the memory's bandwidth with those that have one request more.
+    More programs would finish no sooner: some would still have as many requests, with less bandwidth each.
 
     >>> [whole_programs(batch, 2, 132) for batch in (16, 66, 99, 256)]
     [16, 66, 50, 64]
@@ -119,8 +119,8 @@ def whole_programs(batch: int, groups: int, processors: int) -> int:
 def merge_tiles(batch: int, parts: int) -> tuple[int, int, int, int]:
     """(columns and rows of a program, parts that it loads together, warps) of ``merge_parts_kernel``.
 
-    As measured on an H200, for ``parts`` of a batch. A thread has eight columns of two bytes. Parts of a row
-    never lie in several warps: those are added by way of shared memory, which took up to 40 us longer.
+    Measured on an H200, for ``parts`` of a batch. A thread has eight columns of two bytes. The parts of a row
+    are never spread over several warps: adding across warps uses shared memory and took up to 40 us longer.
 
     >>> [merge_tiles(batch, 132) for batch in (1, 6, 9, 40, 128)]
     [(128, 1, 64, 1), (128, 1, 32, 1), (256, 1, 16, 1), (512, 2, 4, 4), (512, 4, 2, 4)]
@@ -142,9 +142,9 @@ class Cut(NamedTuple):
     Attributes:
         kernel: ``portable`` (16 rows a program), ``few``, ``pairs`` or ``packed`` (all heads of several query
             tokens).
-        parts: of the last three: equal parts of the line of all tiles, for each block of rows. With 0 a
-            program has whole requests, or one split of one.
-        splits: of each request.
+        parts: for the last three kernels: equal parts of the line of all tiles, for each block of rows.
+            With 0 a program has whole requests, or one split of a request.
+        splits: splits of each request.
     """
 
     kernel: str
@@ -152,7 +152,7 @@ class Cut(NamedTuple):
     splits: int = 1
 
     def height(self, q_len: int, heads: int, converts: bool = False) -> int:
-        """Rows (query token, head) of a program; ``converts``: beside an E4M3 cache.
+        """Rows (query token, head) of a program; ``converts``: with an E4M3 cache.
 
         >>> [Cut(kernel).height(3, 12) for kernel in ("portable", "pairs", "packed")]
         [16, 12, 36]
@@ -165,11 +165,11 @@ class Cut(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Microseconds of a kernel.
+    """Microseconds that a kernel takes.
 
     Attributes:
-        tile: of a tile of 64 keys while no other program runs.
-        request: of a request's beginning and end.
+        tile: for a tile of 64 keys while no other program runs.
+        request: to start and finish a request.
     """
 
     tile: float
@@ -182,35 +182,35 @@ RATES = {
     "few": Rates(0.973, 4.87),
     "packed": Rates(1.52, 5.48),
 }
-# Beside an E4M3 cache: more than 32 rows, up to 16, and up to 32 (``e4m3.py``).
+# With an E4M3 cache. "pairs" is for more than 32 rows; 16 and 32 are for up to that many rows (``e4m3.py``).
 E4M3_RATES: dict[str | int, Rates] = {
     "portable": Rates(4.92, 4.13),
     "pairs": Rates(1.87, 3.31),
     16: Rates(1.02, 1.49),
     32: Rates(0.981, 4.03),
 }
-# What a request takes longer there if query tokens are packed.
+# Extra microseconds a request with an E4M3 cache if query tokens are packed.
 E4M3_PACKED = 2.5
-# Microseconds of a program's beginning and end besides its requests, and of finding its part of all tiles.
+# Microseconds to start and end a program, besides its requests, and to find its part of all tiles.
 LAUNCH, FIND_PART = 4.74, 1.44
-# How much longer a tile takes while programs run on all processors, and megabytes that the GPU reads in a
-# microsecond: a tile takes the longer of both.
+# The fraction by which a tile slows down while programs run on all processors, and megabytes that the GPU
+# reads in a microsecond. A tile takes the longer of the two times.
 CROWD, BANDWIDTH = 0.435, 3.94
-# Microseconds of merging: for each megabyte of parts, written and read again, and besides where the merge is
-# told which requests were cut, if that is most of them.
+# Microseconds of merging: for each megabyte of parts, written and read again; and the extra time if the merge
+# has to find which requests were cut and most were.
 MERGE_MEGABYTE, MERGE_SOME = 0.368, 4.61
-# Of making float16 numbers of the queries beside an E4M3 cache.
+# Microseconds to convert the queries to float16 for an E4M3 cache.
 CONVERT_QUERIES = 3.0
-# What uneven lengths come to on average, in lengths of the longest.
+# The mean length of an uneven batch, as a fraction of the longest.
 UNEVEN = 0.7
 
 
 class Work(NamedTuple):
-    """A batch as the prediction sees it.
+    """The sizes of a batch from which its time is predicted.
 
     Attributes:
         batch, heads, q_len: of the queries.
-        tiles: of 64 keys, of the longest request.
+        tiles: tiles of 64 keys in the longest request.
         total: tiles of all requests.
         processors: of the GPU.
         converts: whether the cache is E4M3.
@@ -238,7 +238,7 @@ class Work(NamedTuple):
         fixed = CONVERT_QUERIES if self.converts and cut.kernel != "portable" else 0.0
         blocks = cdiv(rows, height)
         if cut.parts == 0:
-            # The longest request or a split of it; then other requests, or what waited for a processor.
+            # A processor decodes the longest request or a split of it, then further ones of average length.
             programs = self.batch * blocks * cut.splits
             if cut.splits == 1 and cut.kernel != "portable":
                 programs = whole_programs(self.batch, blocks, self.processors) * blocks
@@ -248,7 +248,7 @@ class Work(NamedTuple):
         else:
             parts = min(float(cut.parts), self.total)
             tiles, is_cut = self.total / parts, True
-            # The first and the last of a program are a part each.
+            # A program's first and last request may be cut, so it has up to one request more.
             requests = cdiv(self.batch, int(parts)) + min(self.batch / parts, 1.0)
             aligned = aligned_parts(cut.parts, self.batch)
             units = self.total + REQUEST_COST * self.batch
@@ -270,7 +270,7 @@ class Work(NamedTuple):
         return tiles * max(rate.tile * crowd, read) + requests * rate.request + LAUNCH + fixed
 
     def _rates(self, cut: Cut, height: int) -> Rates:
-        """Of a kernel whose programs have ``height`` rows."""
+        """The rates of a kernel whose programs have ``height`` rows."""
         if not self.converts:
             return RATES[cut.kernel]
         if cut.kernel == "portable" or height > E4M3_ROWS:
@@ -279,10 +279,10 @@ class Work(NamedTuple):
         return Rates(tile, request + E4M3_PACKED * (cut.kernel == "packed"))
 
     def cuts(self) -> list[Cut]:
-        """Those that may be the fastest: as many parts or splits as there are processors, or none."""
+        """The cuts that may be fastest: as many parts or splits as there are processors, or none."""
         rows = self.q_len * self.heads
         kernels = ["few" if self.heads <= FEW_HEADS else "pairs"]
-        # Two query tokens at least.
+        # A program must have room for at least two query tokens.
         if self.q_len > 1 and self.heads <= (E4M3_ROWS if self.converts else 64) // 2:
             kernels.append("packed")
         found = []
@@ -291,7 +291,7 @@ class Work(NamedTuple):
             found += [Cut(kernel, max(1, self.processors // blocks)), Cut(kernel)]
             wide = self.processors // (self.batch * blocks)
             splits = {min(wide, cdiv(self.tiles, tiles)) for tiles in (1, 2)}
-            # The fewest that end as soon.
+            # Also the fewest splits that finish as soon.
             splits |= {cdiv(self.tiles, cdiv(self.tiles, n)) for n in splits if n}
             found += [Cut(kernel, 0, n) for n in sorted(splits) if n > 1]
         narrow = self.processors // (self.batch * cdiv(rows, 16))
@@ -300,17 +300,17 @@ class Work(NamedTuple):
 
 
 def fastest_of(equal: Work) -> Cut:
-    """The cut of the least predicted time, of a batch whose requests are at most as long as all of ``equal``.
+    """The cut with the least predicted time, for requests at most as long as those of ``equal``.
 
-    It has to be fast for requests of equal length and for uneven ones: the mean of both predictions'
-    logarithms decides.
+    It has to be fast for requests of equal length and for uneven ones, so the mean of both
+    predictions' logarithms decides.
     """
     uneven = equal._replace(total=max(UNEVEN * equal.total, float(equal.tiles)))
     return min(equal.cuts(), key=lambda cut: log(equal.microseconds(cut)) + log(uneven.microseconds(cut)))
 
 
 def fastest(q: torch.Tensor, kv_cache: torch.Tensor, q_len: int, capacity: int) -> Cut:
-    """The cut of the least predicted time on Hopper, from the room in the block table."""
+    """The cut with the least predicted time on Hopper, taking all requests as long as the table allows."""
     batch, tiles = q.shape[0], cdiv(capacity, 64)
     return fastest_of(
         Work(

@@ -1,7 +1,8 @@
-"""The launch before an MLA decode on Hopper beside an E4M3 cache: queries as float16 numbers.
+"""The launch before an MLA decode on Hopper with an E4M3 cache: it converts queries to float16.
 
-E4M3 to float16 is exact and takes one instruction for two numbers; there is no such way to bfloat16. So both
-operands of the products are float16. Queries reach further, and each row gets a power of two of its own.
+E4M3 to float16 is exact and takes one instruction for two numbers; bfloat16 has no such instruction. So both
+operands of the products are float16. Queries may exceed float16's range, so each row is scaled by a power of
+two.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ def _largest(x):
 
 @triton.jit
 def by_words(column):
-    """Where a column goes: of each four, two to the first half of 64, the others to the second.
+    """The place of a column: two of each four go to the first half of 64, the other two to the second half.
 
-    ``e4m3.py`` takes words of four E4M3 numbers apart in that order.
+    ``e4m3.py`` unpacks words of four E4M3 numbers in that order.
     """
     return column // 64 * 64 + column % 4 // 2 * 32 + column % 64 // 4 * 2 + column % 2
 
@@ -37,12 +38,12 @@ def float16_queries_kernel(
 ):  # fmt: skip
     """Write ROWS of ``rows`` rows (request, query token, head) one after another, and their scales.
 
-    A row times a power of two, so that its largest magnitude comes to lie in 2 ** 14 to 2 ** 15. Its scale
-    undoes that. A row with Inf or NaN keeps them; what is finite in it does not matter. BY_WORDS: in the
-    order of ``by_words``.
+    Each row is multiplied by a power of two that brings its largest magnitude to 2 ** 14 to 2 ** 15; its
+    scale undoes that. A row with Inf or NaN keeps them; its finite numbers do not matter. BY_WORDS: columns
+    in the order of ``by_words``.
     """
     if not INTERPRET:
-        # The decode may begin; it waits for this launch before it reads the queries.
+        # Let the decode begin; it waits for this launch before it reads the queries.
         gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request, token = row // heads // q_len, row // heads % q_len
@@ -60,7 +61,7 @@ def float16_queries_kernel(
     latent = tl.load(source[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     rope = tl.load(source[:, None] + rope_column[None, :], mask=mask, other=0.0).to(tl.float32)
     largest = tl.maximum(_largest(latent), _largest(rope))
-    # Exponents as float32 stores them: the factor's, and 254 minus its inverse's. Neither is subnormal.
+    # The factor's exponent as float32 stores it; its inverse has 254 minus that. Neither is subnormal.
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
     stored = tl.minimum(tl.maximum(268 - exponent, 27), 227)
     factor = (stored << 23).to(tl.float32, bitcast=True)[:, None]

@@ -30,7 +30,7 @@ def clear_empty_rows(
     else:
         rows = torch.arange(out.shape[0], device=out.device)
         owner = torch.searchsorted(query_start_loc[1:].long(), rows, right=True)
-    # Rows behind the last request belong to none: their owner is one more request, without tokens.
+    # Rows after the last request belong to no request: their owner is one extra request without tokens.
     lengths = torch.cat([seq_lens, seq_lens.new_zeros(1)])
     empty = lengths[owner] <= 0
     out[empty] = 0

@@ -14,7 +14,7 @@ def quantize_fp8_per_tensor(
     is_padding: torch.Tensor | None = None,
     saturate_nan: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dynamic per-tensor FP8 whose amax is that of the live rows.
+    """Dynamic per-tensor FP8, with the amax of the live rows.
 
     Args and results are those of :func:`staleproof.ops.fp8.quantize_fp8_per_tensor`.
 

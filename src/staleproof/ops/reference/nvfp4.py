@@ -1,4 +1,4 @@
-"""NVFP4 in plain PyTorch: its two roundings, the values it keeps, and the product that reads its scales."""
+"""NVFP4 in plain PyTorch: quantisation, dequantisation, and the matrix product that reads the scales."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def softplus_sqrt(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for coefficient in LOG_SERIES[1:]:
         q = q * (z * z) + coefficient
     score = torch.where(x > 0, x, 0.0) + (q * (z * z) * z + z + z)
-    # By way of float64, because torch's float32 square root on a CPU may be one bit off.
+    # In float64, because torch's float32 square root on a CPU may be one bit off.
     return score.double().sqrt().float(), x
 
 
@@ -120,7 +120,7 @@ def _pick(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose by logit, or by score and bias.
 
-    ``scored`` is scores and logits; ``groups`` how many groups there are, and how many of them are open.
+    ``scored`` is scores and logits; ``groups`` is the number of groups, and how many of them are chosen.
     """
     scores, logits = scored
     choice = logits if bias is None and groups is None else biased(scores, bias)
