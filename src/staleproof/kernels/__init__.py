@@ -1,1 +1,1 @@
-"""Adapters: what calls the real kernels of packages, one module a package."""
+"""Adapters that call the real kernels of packages, one module a package."""

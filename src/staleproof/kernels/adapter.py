@@ -47,12 +47,12 @@ class Peer:
         """Decode once.
 
         Args:
-            q: (batch, heads, 576), also with a q_len of 1 in front of heads; some kernels take others.
+            q: (batch, heads, 576), or (batch, 1, heads, 576); some kernels take a larger q_len.
             kv_cache: (pages, page_size, 576).
             block_table: (batch, max_pages) int32.
             seq_lens: (batch,) int32.
             softmax_scale: factor of the scores.
-            out: as many elements as are returned; written, and returned as (batch, heads, 512).
+            out: memory with as many elements as the result, which is written there.
 
         Returns:
             ``out`` (batch, heads, 512), and ``lse`` (batch, heads), a natural logarithm, or ``None``
@@ -76,7 +76,7 @@ class Peer:
 
 
 def peer(name: str, unavailable_reason: str | None, adapter: Callable[..., Any], **given: Any) -> Peer:
-    """A peer of an adapter that prepares a launch, as the padding contract's subjects are.
+    """A peer made from an adapter that prepares a launch, as adapters of the padding contract do.
 
     Args:
         name, unavailable_reason: of the peer.
@@ -117,7 +117,7 @@ def peer(name: str, unavailable_reason: str | None, adapter: Callable[..., Any],
 def pages_in_use(
     block_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages of each request, (batch,), and which entries of the table name them, like the table.
+    """Pages of each request, (batch,), and a mask, shaped like the table, of the entries that name them.
 
     Entries after a request's last page are arbitrary.
 

@@ -1,4 +1,4 @@
-"""FlashInfer: its Triton kernels, its compiled ones (they need nvcc or its wheel of modules), its peers."""
+"""FlashInfer: its Triton kernels, its compiled kernels (nvcc or its wheel of modules), its MLA peers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def mla(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse, backend):
     used = torch.arange(block_table.shape[1], device=q.device) < counts[:, None]
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     rows = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device) * q_len
-    # It reads the lengths on the host, so it cannot be part of a captured launch.
+    # plan() reads the lengths on the host, so it cannot be part of a captured launch.
     wrapper.plan(
         rows, starts, block_table[used].int(), seq_lens, q.shape[-2], 512, 64, size, q_len > 1,
         softmax_scale, q.dtype, kv_cache.dtype,
@@ -105,7 +105,7 @@ def prefill(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, softmax
     wrapper = BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=backend)
     counts, live = (seq_lens + 15) // 16, int(query_start_loc[-1])
     used = torch.arange(block_table.shape[1], device="cuda") < counts[:, None]
-    # An empty request's last page has no tokens: fa3 adds this number to those of the pages before.
+    # The last page of an empty request has 0 tokens: fa3 adds this number to the tokens of the pages before.
     last = seq_lens - (counts - 1).clamp(min=0) * 16
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     wrapper.plan(
@@ -121,7 +121,7 @@ def mla_trtllm(q, kv_cache, block_table, seq_lens, softmax_scale, out):
 
     # It keeps semaphores in the workspace, which must start at zero.
     workspace = torch.zeros(2**27, dtype=torch.uint8, device=q.device)
-    # It refuses a table that is not whole tiles of 128 keys. The entries added name page 0.
+    # The kernel refuses a table that is not whole tiles of 128 keys. The added entries name page 0.
     size = kv_cache.shape[1]
     table = torch.nn.functional.pad(block_table, (0, -block_table.shape[1] % (128 // size)))
     rows = (q, out) if q.ndim == 4 else (q.unsqueeze(1), out.unsqueeze(1))
@@ -141,7 +141,7 @@ def mla_cutlass(q, kv_cache, block_table, seq_lens, out):
 
     space = torch.zeros(2**27, dtype=torch.uint8, device=q.device)
     wrapper = BatchMLAPagedAttentionWrapper(space, backend="cutlass")
-    # As for trtllm-gen. Its scale is that of 192 dimensions.
+    # Padded as for trtllm-gen. The kernel's softmax scale is that of 192 dimensions.
     table = torch.nn.functional.pad(block_table, (0, -block_table.shape[1] % (128 // kv_cache.shape[1])))
     q, out = q.flatten(0, -3), out.flatten(0, -3)
     parts = q[..., :512], q[..., 512:], kv_cache[..., :512], kv_cache[..., 512:]
@@ -152,7 +152,7 @@ def mla_cutlass(q, kv_cache, block_table, seq_lens, out):
 def merge_state(out_a, lse_a, out_b, lse_b):
     from flashinfer.cascade import merge_state
 
-    # Its logarithms are to the base 2.
+    # This kernel's logarithms are to the base 2.
     out, lse = merge_state(out_a, lse_a * 1.4426950408889634, out_b, lse_b * 1.4426950408889634)
     return out, lse / 1.4426950408889634
 
@@ -221,7 +221,7 @@ def nvfp4(x):
 def triton_merge_state(out_a, lse_a, out_b, lse_b):
     from flashinfer.triton.cascade import merge_state
 
-    # Its logarithms are to the base 2.
+    # This kernel's logarithms are to the base 2.
     out, lse = merge_state(out_a, lse_a * 1.4426950408889634, out_b, lse_b * 1.4426950408889634)
     return out, lse / 1.4426950408889634
 
@@ -241,10 +241,10 @@ _MOE = {
 def fused_moe(x, w1, w2, topk_weights, topk_ids, ranks):
     from flashinfer.fused_moe import cutlass_fused_moe
 
-    # It wants the up projection first.
+    # The kernel expects the up projection first.
     gate, up = w1.chunk(2, 1)
     w1, total, share = torch.cat([up, gate], 1), torch.zeros_like(x), len(w1) // ranks
-    # The ranks in turn: each adds what its experts give.
+    # Run the ranks one after another and add the results of their experts.
     for rank in range(ranks):
         mine, out = slice(rank * share, (rank + 1) * share), torch.zeros_like(x)
         cutlass_fused_moe(

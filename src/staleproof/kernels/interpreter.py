@@ -1,8 +1,8 @@
-"""Lets Triton's CPU interpreter run kernels of other packages that its compiler takes.
+"""Lets Triton's CPU interpreter run kernels of other packages that the compiler accepts.
 
-The interpreter refuses masks that are integers, float arguments with methods, and autotuned kernels,
-which would need a GPU to time them. It rounds a number up to the next power of two to half of that, where
-it converts to fp8: 127 becomes 64. For a process of its own: parts of Triton are replaced for good.
+The interpreter refuses integer masks, calls of methods on float arguments, and autotuned kernels, which would
+need a GPU to time them. Its conversion to fp8 is wrong where rounding reaches the next power of two: 127
+becomes 64. Use this in a child process, because it replaces parts of Triton permanently.
 """
 
 from __future__ import annotations
@@ -57,5 +57,5 @@ def repair() -> None:
     interpreter._convert_float = with_carry
     interpreter._implicit_cvt = with_floats
     autotuner.Autotuner.run = first_configuration
-    # Sources ask for the capability also on the way to an interpreted kernel.
+    # The packages' code asks for the capability even if the kernel is interpreted.
     torch.cuda.get_device_capability = lambda *args: (9, 0)

@@ -40,9 +40,9 @@ from staleproof.kernels.moe_sources import (
     Edit,
 )
 
-# Names a folder for built modules, in place of the user's cache: they can be built on another machine.
+# This variable names a folder for built modules instead of the user's cache: another machine may build them.
 FOLDER_VARIABLE = "STALEPROOF_MOE_MODULES"
-# vLLM 0.20's pin, and the last whose finalise kernel follows any index; 0.6.10 has a bounds check.
+# Pinned by vLLM 0.20, and the last whose finalise kernel follows any index; 0.6.10 has a bounds check.
 WITHOUT_CHECK = "0.6.8.post1"
 CHANGED = "the sources of this release are not those that the reduced build was written for"
 
@@ -52,7 +52,7 @@ class ModuleError(RuntimeError):
 
 
 def architecture() -> Architecture:
-    """That of the GPU that questions run on; Hopper's where there is none, to compile for another machine.
+    """The architecture of this machine's GPU; without a GPU Hopper's, to compile for another machine.
 
     Raises:
         ModuleError: the reduced build was written for other GPUs.
@@ -64,8 +64,8 @@ def architecture() -> Architecture:
     return found
 
 
-# The package compiles all runners as one file. Two files take half the time, and both hold what its header
-# defines outside of templates.
+# The package compiles all runners as one file. Two files take half the time, but both then define the
+# non-template functions of its header, hence the linker option.
 LINK = ("-shared", "-cudart=shared", "-Xlinker=--allow-multiple-definition")
 # Headers that a bare toolkit lacks, and the wheel that brings each.
 HEADERS = {"cublasLt.h": "nvidia-cublas", "curand_kernel.h": "nvidia-curand"}
@@ -121,11 +121,11 @@ def of_release(check: bool) -> Package:
     """The package whose finalise kernel has the bounds check, or has none.
 
     Args:
-        check: the installed one; else :data:`WITHOUT_CHECK`, installed or unpacked in
+        check: true for the installed package; false for :data:`WITHOUT_CHECK`, installed or unpacked in
             ``flashinfer_python-0.6.8.post1`` of the cache of :func:`packages.cache`.
 
     Raises:
-        ModuleError: it is not here, or is another release than it should be.
+        ModuleError: the package is missing, or is another release.
     """
     unpacked = () if check else packages.unpacked("flashinfer-python", WITHOUT_CHECK)
     source = package(next(iter(unpacked), None))
@@ -202,7 +202,7 @@ def build(
     jobs: int | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Compile the reduced module for this GPU, unless that is done.
+    """Compile the reduced module for this GPU, unless it exists.
 
     Args:
         root: folder with an unpacked ``flashinfer/``; by default the installed one and

@@ -18,7 +18,7 @@ class Edit:
         file: below the package's ``data/csrc``.
         why: what is left out, in words.
         start: where the change begins; this text occurs once in the file.
-        until: the change ends before the next occurrence of this, or with ``start`` if ``None``.
+        until: the change ends before the next occurrence of this text; ``None``: it ends with ``start``.
         text: the replacement.
     """
 
@@ -126,7 +126,7 @@ _MORE_FLAGS = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the reduced build has of its own for one generation of GPUs.
+    """The parts of the reduced build that are specific to one generation of GPUs.
 
     Attributes:
         number: of the module in FlashInfer: 90 or 100.
@@ -225,5 +225,5 @@ BLACKWELL = Architecture(
         *_MORE_FLAGS,
     ),
 )
-# GPU -> its architecture. A B300 (sm_103) is not here: FlashInfer's module for it is another one.
+# GPU -> its architecture. A B300 (sm_103) is missing, because FlashInfer has another module for it.
 ARCHITECTURES = {"sm_90": HOPPER, "sm_100": BLACKWELL}

@@ -1,12 +1,12 @@
 """MXFP4 weights, and two products of them: SGLang's ``matmul`` and vLLM's Marlin.
 
-The wheel of sglang-kernel has the package ``triton_kernels``. 0.4.7 loads swizzled scales as they lie; 0.4.10
-clears the groups behind K after the load, as Triton 3.8 does::
+The wheel of sglang-kernel has the package ``triton_kernels``. 0.4.7 uses swizzled scales as they are in
+memory; 0.4.10 clears the groups beyond K after the load, as Triton 3.8 does::
 
     python -m staleproof.kernels.mxfp4
 
 downloads both wheels (373 MB each) and keeps the package, below 1 MB each, in the cache of packages under
-audit. Triton's interpreter runs it as it runs vLLM's (:mod:`staleproof.kernels.vllm_matmul_ogs`).
+audit. Triton's interpreter runs it in the same way as vLLM's (:mod:`staleproof.kernels.vllm_matmul_ogs`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from staleproof.kernels.vllm_sources import UnavailableError
 
 VERSIONS = ("0.4.7", "0.4.10")
 NAME = "{}, MXFP4 scales of K 192"
-# Values that share a scale; sizes that vLLM rounds up to a multiple of, for Marlin: hidden and intermediate.
+# Values that share a scale; and multiples to which vLLM rounds hidden and intermediate sizes for Marlin.
 GROUP, MARLIN = 32, (256, 128)
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """One projection of all experts as a checkpoint holds it.
+    """One projection of all experts, in the format of a checkpoint.
 
     Attributes:
         weight: (experts, n, k / 2) uint8, two FP4 each, the first in the low half.
@@ -74,7 +74,7 @@ class Matrix(NamedTuple):
 
 
 def quantized(shape: Shape, generator: torch.Generator) -> Matrix:
-    """Normal weights of std 0.02 in MXFP4, as the OCP Microscaling specification 1.0, section 6.3, converts.
+    """Normal weights of std 0.02, converted to MXFP4 by the OCP Microscaling specification 1.0, section 6.3.
 
     Random bytes would hold 0xff more often than a checkpoint does.
 
@@ -111,11 +111,11 @@ def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def problem(device: str) -> tuple[torch.Tensor, ...]:
-    """Two experts of K 192, whose 6 groups of scales are stored as they are; a tile of 128 reads 8.
+    """Two experts with K 192: their 6 groups of scales are stored without padding; a tile of 128 reads 8.
 
     Returns:
-        x (3, 192) bf16, weight (2, 256, 96) uint8, scale (2, 256, 6) uint8, and on the CPU the numbers
-        (2, 256, 192) fp64 that weight and scale stand for.
+        x (3, 192) bf16, weight (2, 256, 96) uint8, scale (2, 256, 6) uint8, and on the CPU the
+        dequantised values (2, 256, 192) fp64.
     """
     generator = torch.Generator().manual_seed(0)
     weight, scale = quantized(Shape(2, 256, 192), generator)
@@ -138,7 +138,8 @@ def _package(device: str) -> Any:
     package = importlib.import_module("triton_kernels.matmul")
     if device == "cpu":
         details: Any = importlib.import_module("triton_kernels.matmul_details._matmul")
-        # A constexpr, which compiled code reads as its value; so are the numbers that these return.
+        # Compiled code reads this constexpr as its value; the interpreter needs a plain number. The functions
+        # below return plain numbers where the interpreter needs tensors.
         details.MXFP_BLOCK_SIZE = 32
         for name in ("compute_pids", "compute_offsets"):
             setattr(details, name, _as_tensors(getattr(details, name)))
@@ -180,7 +181,7 @@ def marlin(w13: Matrix, w2: Matrix) -> Callable[..., torch.Tensor]:
         w13, w2: the projections, gate and up interleaved.
 
     Returns:
-        ``moe(x, topk_ids, topk_weights, behind)``, with these bytes right behind the scales of both.
+        ``moe(x, topk_ids, topk_weights, behind)``, with the bytes ``behind`` right after the scales of both.
     """
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.experts import marlin_moe

@@ -1,4 +1,4 @@
-"""Where a package under audit lies: installed, or unpacked in a cache folder, and how it is imported.
+"""Finds a package under audit, installed or unpacked in a cache folder, and makes it importable.
 
 The cache is ``~/.cache/staleproof/audit``; ``STALEPROOF_AUDIT_PACKAGES`` names another. It holds one
 folder a release, ``<distribution>-<version>``, made with ``pip install --no-deps --target``. vLLM's
@@ -29,7 +29,7 @@ from staleproof import device as devices
 from staleproof.kernels import vllm_sources
 from staleproof.kernels.subject import Subject
 
-# What an assertion in this header of torch leaves in a library: its condition, the path, and the line.
+# An assertion in this header of torch leaves its condition, the header's path and the line in a library.
 _HEADER = "c10/core/TensorImpl.h"
 _NAMED = f'/torch/include/{_HEADER}":'.encode()
 _ASSERTION = re.compile(
@@ -42,7 +42,7 @@ class Release:
     """One release of a package.
 
     Attributes:
-        version: of the distribution; ``""`` for a module of the user's.
+        version: of the distribution; ``""`` for the user's own module.
         folder: what to put on ``sys.path``; ``None`` if it is installed.
     """
 
@@ -61,8 +61,8 @@ def fetch(release: str, wanted: str, folder: Path) -> None:
 
     Args:
         release: ``distribution==version``.
-        wanted: a regular expression that the whole name of a file to keep fits.
-        folder: where they go; what is there goes.
+        wanted: a regular expression that matches the whole name of each file to keep.
+        folder: where they go; its present content is deleted.
 
     Raises:
         subprocess.CalledProcessError: pip could not download it.
@@ -106,7 +106,7 @@ def releases(subject: Subject) -> list[Release]:
         return [Release("")]
     installed = devices.version_of(subject.package)
     if subject.package == "staleproof" and not installed:
-        # Imported from a checkout that is not installed.
+        # staleproof runs from a checkout that is not installed.
         return [Release("checkout")]
     found = [Release(installed)] if installed else []
     found += [release for release in _cached(subject.package) if release.version != installed]
@@ -155,7 +155,7 @@ def _imported(subject: Subject) -> list[str]:
     """The modules that an adapter imports from its package."""
     call = subject.function
     if not inspect.isfunction(call):
-        # Of a function of the user's this process has none, see runner.listed.
+        # This process does not have the user's function, see runner.listed.
         return []
     tree = ast.parse(textwrap.dedent(inspect.getsource(call)))
     named = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
@@ -163,9 +163,9 @@ def _imported(subject: Subject) -> list[str]:
 
 
 def imported_elsewhere(subject: Subject, release: Release) -> str:
-    """Which module of an adapter came from another place than the release's folder, or ``""``.
+    """Which module of an adapter was not imported from the release's folder, or ``""``.
 
-    A folder that lacks files of the package lets an installed release answer in its place.
+    If the folder lacks files of the package, Python imports them from an installed release.
     """
     if release.folder is None:
         return ""
@@ -178,7 +178,7 @@ def imported_elsewhere(subject: Subject, release: Release) -> str:
 
 @remembered
 def fits(library: Path) -> bool:
-    """Whether the assertions that a library holds stand at their lines in this torch's header."""
+    """Whether the assertions compiled into a library are at the same lines in this torch's header."""
     header = Path(torch.__file__).parent / "include" / _HEADER
     if not header.exists():
         return True
@@ -187,7 +187,7 @@ def fits(library: Path) -> bool:
     while (place := held.find(_NAMED, place + 1)) >= 0:
         found = _ASSERTION.search(held, max(0, place - 600), place + len(_NAMED) + 8)
         if found is not None:
-            # Compilers differ in which line of a call of several lines they name.
+            # For a call of several lines, compilers differ in which line they name.
             number = int(found[2])
             around = "".join("".join(lines[max(0, number - 4) : number + 3]).split())
             if "".join(found[1].decode().split()) not in around:
@@ -198,12 +198,12 @@ def fits(library: Path) -> bool:
 def other_torch(subject: Subject, release: Release) -> str:
     """Which library of a subject's package was compiled against another torch than this one, or ``""``.
 
-    C++ code that inlines torch's headers reads the members of a tensor where they were in the torch that
-    it was compiled with. The metadata of a wheel need not name that torch; the assertions of
-    ``TensorImpl.h`` in the library name their lines in it. A library of torch's stable interface has none.
+    C++ code that inlines torch's headers has the tensor layout of the torch that it was compiled with
+    compiled in. The metadata of a wheel need not name that torch, but assertions of ``TensorImpl.h`` in the
+    library name their line numbers. A library that uses torch's stable ABI has no such assertions.
 
     Args:
-        subject: the kernel; one of the user's, and one of Triton sources, runs no library of a package.
+        subject: the kernel. The user's own kernels and Triton sources use no library of a package.
         release: of its package.
     """
     if not subject.package or subject.files:

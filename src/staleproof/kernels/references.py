@@ -1,4 +1,4 @@
-"""What kernels of one row at a time, and of packed sequences, must give: plain PyTorch in float64."""
+"""Expected results of kernels over rows and over packed sequences: plain PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def grouped_product(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
 
 
 def masked_product(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """The same with matrices of (128, hidden), transposed."""
+    """Like :func:`grouped_product`, with matrices of (128, hidden), transposed."""
     torch.manual_seed(0)
     return _products(x, starts, torch.randn(len(starts) - 1, 128, x.shape[1]).mT)
 

@@ -1,4 +1,4 @@
-"""sglang's Triton sources, executed as they are."""
+"""sglang's Triton sources, executed unchanged."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def merge_state(out_a, lse_a, out_b, lse_b):
 def set_mla_kv_buffer(key, value, k_cache, v_cache, slot_mapping):
     from sglang.kernels.ops.kvcache.mla_buffer import set_mla_kv_buffer_triton
 
-    # One buffer holds both; here they are taken apart again, so that each can be compared.
+    # The kernel writes both to one buffer; split it again, so that each can be compared.
     both = torch.cat([k_cache, v_cache], -1).flatten(0, 1)
     set_mla_kv_buffer_triton(both, slot_mapping, key, value)
     parts = both.view(*k_cache.shape[:3], -1).chunk(2, -1)
@@ -122,7 +122,7 @@ def extend(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_q_le
     size, k, v = k_cache.shape[1], k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     token = torch.arange(block_table.shape[1] * size, device=q.device)
     slots = (block_table[:, token // size] * size + token % size).long()
-    # The cache holds the prefix; K and V of the query tokens come beside it, as many as there are tokens.
+    # The cache holds the prefix. K and V of the query tokens are passed separately.
     q_lens = query_start_loc.diff()
     prefix = (seq_lens - q_lens).clamp(min=0)
     starts = torch.nn.functional.pad(prefix.cumsum(0), (1, 0)).int()
@@ -182,7 +182,7 @@ def gate_topk(router_logits, top_k):
 def router_cudacore(router_logits, top_k, bias=None):
     from sglang.kernels.ops.moe.router import fused_moe_router_cudacore
 
-    # An identity for a weight, so that the hidden states are the logits.
+    # The weight is the identity, so that the logits equal the hidden states.
     weight = torch.eye(router_logits.shape[1], device=router_logits.device)
     return fused_moe_router_cudacore(router_logits, weight, top_k, 0.0, bias)
 

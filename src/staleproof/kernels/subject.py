@@ -1,7 +1,7 @@
-"""Descriptions of the kernels that the padding contract is put to, and the decorators that make them.
+"""Descriptions of the kernels that the padding contract tests, and the decorators that register them.
 
-A decorated function stays as it is. It is called with the arguments that it names, from those that its
-kind has; :mod:`staleproof.audit` lists them.
+A decorated function is not changed. It is called with the arguments of its kind that it names, see
+:mod:`staleproof.audit`.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ class Subject:
     """One kernel and backend, and what it needs.
 
     Attributes:
-        name: whose, which.
+        name: package and kernel.
         kind: key of :data:`KINDS`.
         call: the adapter, or the kernel itself.
-        shape: sizes it is asked with, by name.
-        package: distribution that it comes from; ``""`` for a module of the user's.
-        versions: releases to ask; by default the one installed, or those in the cache.
+        shape: sizes to test with, by name.
+        package: distribution that it comes from; ``""`` for the user's own module.
+        versions: releases to test; by default the one installed, or those in the cache.
         needs: the device: ``cpu``, ``cuda``, ``sm90``, ``sm100``, or ``""`` for any.
-        files: modules of the package that are executed with stand-ins for its others.
-        documented: clause -> what its documentation says about the case.
-        skip: clause -> why it is not put to it.
-        asked: the clauses that it is asked; all of its kind by default.
+        files: modules of the package to execute; its other modules are replaced by stubs.
+        documented: clause -> what the kernel's documentation says about the case.
+        skip: clause -> why the kernel is not tested against it.
+        asked: the clauses to test; all of its kind by default.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Subject:
 
     @property
     def clauses(self) -> tuple[str, ...]:
-        """The clauses that it is asked."""
+        """The clauses to test."""
         return self.asked or KINDS[self.kind]
 
     @property
@@ -99,7 +99,7 @@ class Subject:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The arguments that its decorator gives it."""
+        """The arguments that the decorator binds."""
         return dict(self.call.keywords) if isinstance(self.call, partial) else {}
 
 
@@ -107,7 +107,7 @@ def bound(kernel: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any
     """The arguments among ``known`` that a kernel names.
 
     Raises:
-        TypeError: it needs one that is not known.
+        TypeError: the kernel requires an argument that is not in ``known``.
 
     >>> bound(lambda q, seq_lens, *, softmax_scale=1.0: q, {"q": 1, "seq_lens": 2, "out": 3})
     {'q': 1, 'seq_lens': 2}
@@ -149,7 +149,7 @@ def _decorator(kind: str) -> Callable[..., Any]:
             call = partial(function, **given) if given else function
             require(kind != "operands" or "make" in shape, "make", "a function of the device", "nothing")
             try:
-                # Those of operands are what make returns.
+                # The arguments of kind "operands" are whatever ``make`` returns, so they are not checked.
                 bound(call, dict.fromkeys(ARGUMENTS[kind])) if ARGUMENTS[kind] else None
             except TypeError as error:
                 wrong = str(error).removeprefix("needs ").partition(";")[0]
@@ -167,7 +167,7 @@ def _decorator(kind: str) -> Callable[..., Any]:
                 documented or {},
                 skip or {},
             )
-            # The decorator that stands above others is applied last and comes first.
+            # The topmost decorator is applied last, but its subject comes first.
             function.__dict__.setdefault(_MARK, []).insert(0, subject)
             return function
 

@@ -33,7 +33,7 @@ def router(router_logits, top_k, name, module):
         norm_topk_prob="Olmoe" not in name,
     )  # fmt: skip
     router = getattr(importlib.import_module(module), name)(config).to(router_logits)
-    # An identity for a weight, so that the hidden states are the logits.
+    # The weight is the identity, so that the logits equal the hidden states.
     router.weight.data = torch.eye(experts).to(router_logits)
     if hasattr(router, "bias"):
         router.bias.data = torch.zeros_like(router_logits[0])

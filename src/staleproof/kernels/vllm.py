@@ -1,4 +1,4 @@
-"""vLLM: its Triton sources, executed as they are, the compiled operations of its wheel, and its MLA peers.
+"""vLLM: its Triton sources, executed unchanged, the compiled operations of its wheel, and its MLA peers.
 
 A release is installed, or unpacked in the cache (``vllm-<version>``).
 """
@@ -85,7 +85,7 @@ def prefix_prefill(
 ):
     from vllm.v1.attention.ops.prefix_prefill import context_attention_fwd
 
-    # The new tokens' K and V come beside the cache, as vLLM passes them.
+    # K and V of the new tokens are passed separately from the cache, as vLLM does.
     q_lens = query_start_loc.diff()
     request = torch.repeat_interleave(torch.arange(len(q_lens), device=q.device), q_lens)
     token = (
@@ -264,7 +264,7 @@ def reshape_and_cache_compiled(key, value, k_cache, v_cache, slot_mapping):
 def concat_and_cache_mla(key, value, k_cache, v_cache, slot_mapping):
     from vllm._custom_ops import concat_and_cache_mla
 
-    # One cache holds both; here they are taken apart again, so that each can be compared.
+    # The kernel writes both to one cache; split it again, so that each can be compared.
     both = torch.cat([k_cache, v_cache], -1)[:, :, 0].contiguous()
     concat_and_cache_mla(key[:, 0], value[:, 0], both, slot_mapping, "auto", torch.ones(1, device=key.device))
     parts = both.unsqueeze(2).chunk(2, -1)
@@ -318,7 +318,7 @@ def matmul_ogs(x, scale, operand, numbers):
 
 FA3_LIBRARY = "vllm_flash_attn/_vllm_fa3_C.abi3.so"
 FLASHMLA_LIBRARY, FLASHMLA_VARIABLE = "_flashmla_C.abi3.so", "STALEPROOF_FLASHMLA_SO"
-# Beside it in the wheel.
+# In the same folder of the wheel.
 FLASHMLA_FP8_LIBRARY = "_flashmla_extension_C.abi3.so"
 
 
@@ -326,7 +326,7 @@ FLASHMLA_FP8_LIBRARY = "_flashmla_extension_C.abi3.so"
 def vllm_triton_mla_module() -> types.ModuleType:
     """Execute the Triton MLA source file of an importable vLLM, and return its module.
 
-    The package is not imported; :mod:`staleproof.kernels.vllm_sources` has stand-ins for the rest of it.
+    The package is not imported; :mod:`staleproof.kernels.vllm_sources` has stubs for its other modules.
 
     Raises:
         UnavailableError: Triton or such a vLLM is missing, or the file does not load.
@@ -406,8 +406,8 @@ def fa3_unavailable_reason() -> str | None:
 
 
 def mla_fa3(q, kv_cache, block_table, seq_lens, softmax_scale, max_seq_len, out, num_kv_splits=0):
-    # As vLLM calls it (v1/attention/backends/mla/flashattn_mla.py): the rotary part is q and k, the
-    # latent is v, and its part of the query is q_v.
+    # As vLLM calls it (v1/attention/backends/mla/flashattn_mla.py): q and k are the rotary parts, v is the
+    # latent, and q_v is the latent part of the query.
     attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
     starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     k, v = kv_cache[..., RANK:].unsqueeze(-2), kv_cache[..., :RANK].unsqueeze(-2)
@@ -433,7 +433,7 @@ def vllm_fa3() -> Peer:
 
 
 def flashmla_library() -> Path | None:
-    """vLLM's compiled FlashMLA: the file that the variable names, or that of an installed vLLM."""
+    """vLLM's compiled FlashMLA: the file that the environment variable names, or an installed vLLM's."""
     named = os.environ.get(FLASHMLA_VARIABLE)
     found = Path(named) if named else vllm_file(FLASHMLA_LIBRARY)
     return found if found is not None and found.is_file() else None
@@ -452,7 +452,7 @@ def mla_flashmla(q, kv_cache, block_table, seq_lens, softmax_scale, out):
     library = flashmla_library()
     assert library is not None
     query = q if q.ndim == 4 else q.unsqueeze(1)
-    # Its loads follow every entry of the table, so entries after a request's last page are page 0.
+    # The kernel follows every entry of the table, so set the entries after a request's last page to page 0.
     _, used = pages_in_use(block_table, seq_lens, kv_cache.shape[1])
     given = (
         kv_cache.unsqueeze(2),
@@ -466,7 +466,7 @@ def mla_flashmla(q, kv_cache, block_table, seq_lens, softmax_scale, out):
         return _flashmla_fp8(library, query, given, out)
     torch.ops.load_library(str(library))
     decode = torch.ops._flashmla_C.dense_decode_fwd
-    # All query tokens' heads are one axis of what it writes.
+    # In the kernel's output the heads of all query tokens are one axis.
     target = out.view(len(q), 1, -1, RANK)
     # The first call plans the work of each program from the lengths; vLLM does that once a step.
     *_, plan, splits = decode(query, *given, None, None, target)
@@ -481,8 +481,8 @@ def mla_flashmla(q, kv_cache, block_table, seq_lens, softmax_scale, out):
 def _flashmla_fp8(library: Path, q: torch.Tensor, given: tuple[Any, ...], out: torch.Tensor) -> Any:
     """FlashMLA for an E4M3 cache, whose queries are E4M3 too (v1/attention/ops/flashmla.py).
 
-    Rounding the queries, and the copy to ``out``, are not part of the launch, which is timed: the kernel
-    returns memory of its own.
+    The launch is timed. It includes neither the rounding of the queries nor the copy to ``out``, which is
+    needed because the kernel returns its own memory.
     """
     torch.ops.load_library(str(library.with_name(FLASHMLA_FP8_LIBRARY)))
     kernels = torch.ops._flashmla_extension_C

@@ -6,10 +6,10 @@ The source distribution lacks that package, so it comes from an installed vLLM, 
 
 downloads the wheel (261 MB) and keeps what is needed of it, below 1 MB, in ``~/.cache/staleproof``.
 
-On a Hopper GPU the package runs as shipped. Elsewhere Triton's interpreter runs the same text: it says
-that it is a Hopper GPU and learns what the kernel needs and it lacks (:func:`teach`). No line of the
-package is edited, except the one that a remedy changes (:class:`Edit`). Loading changes the interpreter
-of this process for good, so it belongs in a child process.
+On a Hopper GPU the package runs as shipped. Elsewhere Triton's interpreter runs the same source: it reports a
+Hopper GPU, and :func:`teach` adds the features that the kernel needs and the interpreter lacks. No line of
+the package is edited, except the one that a remedy changes (:class:`Edit`). Loading changes the interpreter
+of this process permanently, so do it in a child process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ALPHA, LIMIT = 1.702, 7.0
 
 
 class Edit(NamedTuple):
-    """One line of the package that a remedy changes: ``old`` stands once in ``file``, below the package."""
+    """One line of the package that a remedy changes: ``old`` occurs once in the package's ``file``."""
 
     file: str
     old: str
@@ -153,13 +153,13 @@ def _bf16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def teach() -> None:
-    """Teach Triton's interpreter what ``_matmul_ogs`` needs and it lacks, in this process.
+    """Add to Triton's interpreter, in this process, what ``_matmul_ogs`` needs and the interpreter lacks.
 
-    - It stores bf16 as uint16 and multiplies these integers, and it cuts float32 to bf16. Here bf16 is
+    - It stores bf16 as uint16 and multiplies these integers, and it truncates float32 to bf16. Here bf16 is
       multiplied in float32, and rounded to the nearest.
     - A mask combined with a scalar condition becomes int32, which its loads refuse. Here it stays bool.
     - It refuses inline assembly. Here :func:`_asm` computes it.
-    - It knows no number of warps. Here it is 8, which vLLM's loader passes from 0.19.0 on.
+    - It has no number of warps. Here the number is 8, which vLLM's loader passes from 0.19.0 on.
     - Below Triton 3.8, ``tl.minimum`` and ``tl.maximum`` keep a NaN, where compiled code drops it
       (``fmin``, ``fmax``). Here they drop it in all releases.
     """
@@ -188,7 +188,7 @@ def teach() -> None:
         outputs, each = constraints.count("=r"), pack // 2
         words = [np.ascontiguousarray(value.data).view(np.uint32) for value in values]
         registers = _asm(text, {f"${outputs + i}": word for i, word in enumerate(words)})
-        # Two elements of a result lie in a register, the first in its low half.
+        # A register holds two elements of a result, the first in its low half.
         halves = [
             np.stack([registers[f"${i + j}"] for j in range(each)], -1) for i in range(0, outputs, each)
         ]
@@ -211,7 +211,7 @@ def teach() -> None:
 def launcher(kernel: Any, activation: Any, epilogue: Any, tensor: Any) -> Any:
     """``kernel[grid](...)`` for the interpreter, which takes the activation as an argument.
 
-    Compiled kernels get it by a rewrite of their source, and their callers leave it out.
+    In compiled kernels the package inserts the activation into the source, so callers do not pass it.
 
     Args:
         kernel: of the package, interpreted.
@@ -235,7 +235,7 @@ def launcher(kernel: Any, activation: Any, epilogue: Any, tensor: Any) -> Any:
 
 
 class _Driver:
-    """What the package asks Triton's driver about the GPU: an H200."""
+    """Answers like Triton's driver on an H200."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -247,7 +247,7 @@ class _Driver:
 
 
 def be_hopper() -> None:
-    """Say in this process that the GPU is an H200."""
+    """Make this process report an H200 as its GPU."""
     from triton.runtime import driver
 
     driver.set_active(_Driver())
@@ -258,7 +258,7 @@ def be_hopper() -> None:
 
 @dataclass(frozen=True)
 class Operand:
-    """Weights as vLLM's loader converts them, in the package's types: values, their one scale, scales."""
+    """Weights as vLLM's loader converts them, in the package's types: values, global scale, block scales."""
 
     weight: Any
     flex: Any
@@ -275,7 +275,7 @@ class Operand:
         return self.scale_bytes.as_strided((self.scale_bytes.numel(),), (1,))
 
     def with_scale(self, data: torch.Tensor) -> Operand:
-        """The same weights over scales in other memory, of the same shape and strides."""
+        """The same weights with scales in other memory, of the same shape and strides."""
         old = self.scale
         storage = type(old.storage)(data, old.storage.layout)
         return Operand(self.weight, self.flex, type(old)(storage, dtype=old.dtype, shape=[*old.shape]))
@@ -286,7 +286,7 @@ class Operand:
         return self.with_scale(memory.to(old.device).as_strided(old.shape, old.stride()))
 
     def in_slab(self, behind: torch.Tensor) -> Operand:
-        """The same weights with these bytes, (n,) uint8, right behind the last scale."""
+        """The same weights with these bytes, (n,) uint8, right after the last scale."""
         return self.over(torch.cat([self.flat, behind.to(self.flat.device)]))
 
 
@@ -318,7 +318,7 @@ class MatmulOgs:
         self.swiglu = importlib.import_module("triton_kernels.swiglu").swiglu_fn
         if device == "cpu":
             details: Any = importlib.import_module("triton_kernels.matmul_ogs_details._matmul_ogs")
-            # A constexpr, which compiled code reads as its value.
+            # Compiled code reads this constexpr as its value; the interpreter needs a plain number.
             details.MXFP_BLOCK_SIZE = 32
             vars(self.ogs)["get_kernels"] = self._interpreted
         with self.loader(found) as module:
@@ -341,7 +341,7 @@ class MatmulOgs:
 
     @contextmanager
     def loader(self, folder: Path) -> Iterator[types.ModuleType]:
-        """``mxfp4_utils`` of a vLLM for the length of a ``with``; its ``_swizzle_mxfp4`` runs as on Hopper.
+        """``mxfp4_utils`` of a vLLM, inside a ``with``; its ``_swizzle_mxfp4`` runs as on Hopper.
 
         Args:
             folder: the folder ``vllm``.

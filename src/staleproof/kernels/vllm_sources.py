@@ -1,7 +1,7 @@
-"""Executes single source files of a package, mostly vLLM, under their own names, with stand-ins for the rest.
+"""Executes single source files of a package, mostly vLLM, under their own names, with stubs for the rest.
 
 Importing the whole package starts its platform detection, and needs its compiled libraries and some
-fifty dependencies. Here only the named files run. Every other module of it is a stand-in: each
+fifty dependencies. Here only the named files run. Every other module of the package is a stub: each
 public name in it is a class that takes any arguments and has any enumeration member. That is enough
 to load the files and to call what they define.
 """
@@ -32,10 +32,10 @@ class UnavailableError(RuntimeError):
 
 
 class _AnyMember(abc.ABCMeta):
-    """Makes every public attribute of a stand-in class a member of it, as in an enumeration."""
+    """Makes every public attribute of a stub class a member of it, as in an enumeration."""
 
     def __getattr__(cls, name: str) -> Any:
-        # A class that vLLM derives from a stand-in has only what vLLM gave it.
+        # A class that vLLM derives from a stub has only the attributes that vLLM defines.
         if name.startswith("_") or _Anything not in cls.__bases__:
             raise AttributeError(f"{cls.__name__} has no {name}")
         member = cls()
@@ -44,7 +44,7 @@ class _AnyMember(abc.ABCMeta):
 
 
 class _Anything(metaclass=_AnyMember):
-    """The base of all stand-in classes; takes any arguments."""
+    """The base of all stub classes; takes any arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -54,9 +54,9 @@ class _Anything(metaclass=_AnyMember):
 
 
 def _stand_in(name: str) -> types.ModuleType:
-    """A module that has every public name, each a stand-in class.
+    """A module that has every public name; each is a stub class.
 
-    No class of its own: Dynamo of torch 2.11 traces an import only if it gives a plain module.
+    It is a plain ModuleType, not a subclass: Dynamo of torch 2.11 traces an import only of a plain module.
     """
     module = types.ModuleType(name)
 
@@ -76,7 +76,7 @@ def _no(*args: Any, **kwargs: Any) -> bool:
 
 
 def _known(root: Path, cuda: bool) -> dict[str, dict[str, Any]]:
-    """What the stand-ins must answer, by module, so that the files load and can be called."""
+    """Real values that stubs need, by module, so that the files load and can be called."""
     import torch
     import triton
     import triton.language as tl
@@ -136,13 +136,13 @@ def _known(root: Path, cuda: bool) -> dict[str, dict[str, Any]]:
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds these files of a package in a folder, and stand-ins for its other modules.
+    """Finds these files of a package in a folder, and stubs for its other modules.
 
     Args:
         root: the folder of the package.
         names: modules to execute.
-        package: its first name.
-        cuda: what the stand-ins say of the machine.
+        package: its top-level name.
+        cuda: whether the stubs report a CUDA machine.
     """
 
     def __init__(self, root: Path, names: Sequence[str], package: str = "vllm", cuda: bool = True) -> None:
@@ -167,7 +167,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextmanager
 def executed(root: Path, *names: str) -> Iterator[None]:
-    """Let ``import vllm...`` find these files, and stand-ins for all others, inside a ``with``.
+    """Let ``import vllm...`` find these files, and stubs for all others, inside a ``with``.
 
     Args:
         root: the folder ``vllm``.
@@ -184,8 +184,8 @@ def executed(root: Path, *names: str) -> Iterator[None]:
     for name in before:
         del sys.modules[name]
     finder = Finder(root, names)
-    # In front of the finders that would find an installed vLLM. The finder of a patch that is
-    # applied inside the ``with`` goes in front of this one, and asks it.
+    # Before the finders that would find an installed vLLM. A patch that is applied inside the ``with`` puts
+    # its finder before this one, and that calls this one.
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -197,14 +197,14 @@ def executed(root: Path, *names: str) -> Iterator[None]:
 
 
 def load(root: Path, *names: str) -> list[types.ModuleType]:
-    """Execute these files with stand-ins, and return their modules.
+    """Execute these files with stubs for the rest, and return their modules.
 
     Args:
         root: the folder ``vllm``.
         names: see :func:`executed`.
 
     Raises:
-        UnavailableError: a file is absent, or needs something that the stand-ins do not have.
+        UnavailableError: a file is absent, or needs something that the stubs do not have.
     """
     with executed(root, *names):
         modules = []
@@ -221,7 +221,7 @@ def package(version: str) -> Path:
     """The folder ``vllm`` of a release: installed, or unpacked by ``tests/vllm/environment.py``.
 
     Raises:
-        MissingError: it is neither.
+        MissingError: it is neither installed nor unpacked.
     """
     with suppress(PatchError):
         found, sources = installed()

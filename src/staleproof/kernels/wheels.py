@@ -55,7 +55,7 @@ def deep_gemm_masked(x, starts):
     torch.manual_seed(0)
     counts = starts.diff()
     weights = torch.randn(len(counts), 128, x.shape[1]).to(x)
-    # Each group has room for 128 rows; what stands past its count belongs to nobody.
+    # Each group has room for 128 rows; rows past its count belong to no group.
     groups, out = x.new_zeros(len(counts), 128, x.shape[1]), x.new_empty(len(counts), 128, 128)
     row = torch.arange(len(x), device=x.device)
     group = torch.searchsorted(starts[1:-1].contiguous(), row, right=True)
@@ -79,7 +79,7 @@ def mxfp4_matmul(x, scale, operand, numbers):
     experts = len(numbers)
     placed = Tensor(Storage(scale, old.storage.layout), dtype=old.dtype, shape=[*old.shape])
     config = PrecisionConfig(b_mx_scale=placed)
-    # Only 0.4.10 has it, and asks for it.
+    # Only 0.4.10 has this option, and it is required there.
     if hasattr(config, "b_microblock_size"):
         config.b_microblock_size = 32
     rows = torch.full((experts,), len(x), dtype=torch.int32, device=x.device)

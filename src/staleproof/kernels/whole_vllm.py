@@ -1,9 +1,9 @@
-"""What every process of ours sets before it starts a whole vLLM."""
+"""Environment variables that each of our processes sets before it starts a whole vLLM."""
 
 ENVIRONMENT = {
-    # The engine runs in the process that asks it, so that spies and questions reach it.
+    # Run the engine in the calling process, so that our hooks and probes can reach it.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # FlashInfer need not be there.
+    # So that FlashInfer need not be installed.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
