@@ -190,7 +190,7 @@ def _starred(path: str) -> str:
 
 
 def count_alike(module: nn.Module) -> dict[str, int]:
-    """For each numbered layer: how many layers have its class and its path but for the number.
+    """For each numbered layer: how many layers have its class, and its path apart from the number.
 
     >>> import torch
     >>> count_alike(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.ReLU(), torch.nn.Tanh()))
@@ -308,7 +308,7 @@ class DispatchTracker(TorchDispatchMode):
 
 
 def _calling_line() -> str | None:
-    """Source line that allocates now; ``None`` if Triton's interpreter does, for its own needs."""
+    """The source line that is allocating; ``None`` if Triton's interpreter allocates for itself."""
     line = None
     frame = sys._getframe(1)
     while frame is not None:

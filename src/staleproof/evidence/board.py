@@ -1,9 +1,9 @@
-"""Board: the counts of a live server, one launch a stage; nothing waits for the device.
+"""Board: counts bad rows in a live server, one launch a stage; nothing waits for the device.
 
-It counts rows of any stride, and a router's weights and ids in one launch; all counts are in one tensor, so
-that one copy brings them to the host. What a step is (its number, its live rows, whether it is counted) is
-one number on the device, which the host sets with one fill before the step.
-:class:`staleproof.evidence.RowCounters` has names for the slots, for a step that is captured as a whole.
+It counts rows of any stride, and a router's weights and ids in one launch. All counts are in one tensor, so
+that one copy brings them to the host. The step's number, its live rows, and whether it is counted are packed
+into one number on the device, which the host sets with one fill before the step.
+:class:`staleproof.evidence.RowCounters` gives names to the slots, for a step that is captured as a whole.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ _CROSSING_STEP = tl.constexpr(33)
 _CROSSING_SLOT = tl.constexpr(25)
 NEVER = 2**63 - 1
 _NEVER = tl.constexpr(NEVER)
-# Numbers of a slot on the board: rows with a NaN or Inf, padding and live; those of them with a canary,
-# padding and live; rows that name an expert twice, padding and live; how often a counting kernel ran.
+# The counts of a slot. Three pairs for padding rows and live rows: rows with a NaN or Inf, those of them with
+# a canary, and rows that name an expert twice. Then how often a counting kernel ran.
 NUMBERS = 7
 _NUMBERS = tl.constexpr(NUMBERS)
 SLOTS, ROWS, STEPS = 256, 2**24, 2**30
-# The same numbers for the host, where a constexpr would be unwrapped at each step.
+# Plain numbers for the host, which would otherwise unwrap a constexpr at each step.
 _SHIFT, _COUNTED = _STEP_SHIFT.value, 1 << _ROW_BITS.value
-# Launches that are remembered; a server sees each number of tokens up to its largest batch.
+# The most launches to cache; a server has one for each number of tokens up to its largest batch.
 MOST = 4096
 
-# Format -> bits that are all set in a NaN or Inf; bits of a NaN's mantissa that are free to carry a canary's
-# number; the other bits of a canary (staleproof.evidence.canary); its largest number that is recognised. The
-# NaNs of hardware have all free bits 0 or all 1. Those of a narrower format keep that after a conversion, in
-# the upper free bits: so a number has lower bits only. A one-byte NaN has no room for a number.
+# Format -> integer type; bits that are all set in a NaN or Inf; mantissa bits of a NaN that can carry a
+# canary's number; the other bits of a canary (staleproof.evidence.canary); the largest number that is
+# recognised. Hardware makes NaNs whose free bits are all 0 or all 1. A NaN converted from a narrower format
+# has this in the upper free bits, so a canary's number uses only the lower ones. A one-byte NaN has no room
+# for a number.
 FORMATS = {
     torch.float32: (torch.int32, 0x7F800000, 0x3FFFFF, 0x7FC00000, 8191),
     torch.float16: (torch.int16, 0x7C00, 0x1FF, 0x7E00, 255),
@@ -72,7 +73,7 @@ def _add_rows(board_ptr, first_ptr, step, slot, row, is_bad, is_canary, live):
 
 @triton.jit
 def _add_run(board_ptr, slot):
-    """Note that a counting kernel ran: a captured graph may have lost it, and no bad row would be counted."""
+    """Count that a counting kernel ran. If a captured graph lost it, zero bad rows mean nothing."""
     if tl.program_id(0) == 0:
         tl.atomic_add(board_ptr + slot.to(tl.int64) * _NUMBERS + 6, 1)
 
@@ -136,7 +137,7 @@ def _count_routing_kernel(
         live = _live_rows(step, padding_ptr, row, rows, MASKED)
         is_canary = tl.max(carries.to(tl.int32), axis=1) != 0
         _add_rows(board_ptr, first_ptr, step, slot, row, tl.max(bad, axis=1) != 0, is_canary, live)
-        # -1 is no expert: it stands where there is no slot or row, and for experts of other ranks.
+        # -1 means no expert: for slots and rows that do not exist, and for experts of other ranks.
         ids = tl.load(ids_ptr + row[:, None] * ids_stride + k[None, :], mask=mask, other=-1)
         pair = k[:, None] < k[None, :]
         same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None] & pair[None, :, :]
@@ -153,7 +154,7 @@ Launch = Callable[..., Callable[..., None] | None]
 def _launch(
     kernel: Any, grid: tuple[int, ...], tensors: Sequence[torch.Tensor], sizes: Sequence[Any], **options: Any
 ) -> None:
-    """Launch by Triton's own way, each time anew."""
+    """Launch through Triton, without a cache of launches."""
     kernel[grid](*tensors, *sizes, **options)
 
 
@@ -163,7 +164,7 @@ class Board:
     Args:
         device: where the model runs.
         launch: launches a kernel, given its grid, its pointers, its other arguments and Triton's options;
-            returns what repeats that on other addresses, or ``None``. A server gives
+            returns a callable that repeats the launch on other addresses, or ``None``. A server passes
             :func:`staleproof.ops.launching.launched`, which saves most of a launch's time on the host.
 
     Attributes:
@@ -195,7 +196,7 @@ class Board:
         self._step.zero_()
 
     def begin(self, step: int, live: int, counted: bool) -> None:
-        """Say which step comes.
+        """Set the number and the live rows of the next step.
 
         Args:
             step: its number, below 2**30.
@@ -205,7 +206,7 @@ class Board:
         self._step.fill_((step % STEPS) << _SHIFT | (_COUNTED if counted else 0) | live)
 
     def next_step(self) -> None:
-        """The next step, with the live rows of :meth:`begin`: an addition on the device, for a graph."""
+        """Go to the next step, with the same live rows: one addition on the device, for a captured graph."""
         self._step.add_(1 << _SHIFT)
 
     def slots(self) -> torch.Tensor:
@@ -215,7 +216,7 @@ class Board:
     def count(
         self, slot: int, x: torch.Tensor, ids: torch.Tensor | None = None, padding: torch.Tensor | None = None
     ) -> None:
-        """Count the rows of a stage's output that have a NaN or Inf, and rows with an expert twice.
+        """Count the rows of a stage's output that have a NaN or Inf, and rows that name an expert twice.
 
         Args:
             slot: below 256.
@@ -242,7 +243,7 @@ class Board:
         # Triton launches on the current device, which need not be the device of x.
         with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
             ready = self._launch(slot, x, ids, padding)
-        # A copy has another address each time.
+        # Do not cache a launch on a copy of x or ids: the copy has another address each time.
         if ready is not None and x[0].is_contiguous() and (ids is None or ids.stride(1) == 1):
             if len(self._ready) >= MOST:
                 self._ready.clear()
@@ -293,7 +294,7 @@ def _check(
 
 
 def crossing(packed: int) -> tuple[int, int, int, bool] | None:
-    """Step, slot, row, and whether the row held a canary, of one of the last two numbers of a board.
+    """Step, slot, row, and whether the row held a canary, unpacked from one of a board's last two numbers.
 
     >>> crossing(NEVER) is None
     True

@@ -1,7 +1,7 @@
 """Canaries: NaN values that carry a number in their mantissa.
 
-Fill an output with them before a kernel is launched. Where the canary is still there afterwards, the
-kernel wrote nothing. Any other NaN was computed. A plain NaN cannot tell these two apart. fp8 e4m3 has
+Fill an output with them before a kernel is launched. If a canary is still there afterwards, the kernel did
+not write that element. Any other NaN was computed. A plain NaN cannot distinguish the two. fp8 e4m3 has
 a single NaN per sign and so no room for a number.
 """
 
@@ -12,7 +12,7 @@ import torch
 from staleproof import check
 
 # Per format: integer type of its width, bits of its quiet NaN, number of mantissa bits free for the
-# stage. Hardware and conversions produce NaNs with all free bits 0 or all 1, so no stage may be either.
+# stage. Hardware and conversions produce NaNs with all free bits 0 or all 1, so a stage may have neither.
 _QUIET_NAN = {
     torch.bfloat16: (torch.int16, 0x7FC0, 6),
     torch.float16: (torch.int16, 0x7E00, 9),

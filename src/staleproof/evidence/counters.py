@@ -1,7 +1,7 @@
 """RowCounters: find the stage that first made a live row NaN or Inf, inside a CUDA graph.
 
-A :class:`~staleproof.evidence.board.Board` by names: its counts are device memory and its kernel is captured
-with the step, so nothing waits for the device until somebody reads them.
+It is a :class:`~staleproof.evidence.board.Board` with named slots. Its counts are in device memory and its
+kernel is captured with the step, so nothing waits for the device until the counts are read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StageCount:
 
 
 class RowCounters:
-    """Counts rows with a NaN or Inf per stage, apart for padding rows and live rows.
+    """Counts rows with a NaN or Inf per stage, separately for padding rows and live rows.
 
     Call :meth:`begin` at the start of the step and :meth:`observe` after each stage, while the step
     is captured. Both only launch work on the device. :meth:`read` and :attr:`first_crossing` wait for

@@ -35,7 +35,7 @@ from staleproof.evidence.allocations import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The phases of an engine's start, in order. Phases with other names may come at any time but first.
+# The phases of an engine's start, in order. Phases with other names may come at any time, but not first.
 ORDER = ("profile", "capture", "serve")
 # The caching allocator's smallest block. Less than that is bookkeeping, such as a graph's random state.
 _BLOCK = 512
@@ -51,10 +51,10 @@ class Owner:
         source: file and line that allocated it.
         phase: the phase that allocated it first.
         planned: whether that phase was declared ``planned``.
-        bytes_each: the most that one layer has now.
-        holders: number of layers that have one now.
-        layers: number of layers of the same class at such a path; each is expected to allocate one.
-            1 if they share it.
+        bytes_each: the most bytes that one layer has now.
+        holders: number of layers that have such memory now.
+        layers: number of layers of the same class at such a path; each is expected to allocate its own.
+            1 if they share the memory.
         bytes: allocated now, all layers together.
 
     >>> buffer = Owner("layers.*.out", "mla.py:80", "serve", False, 2**20, holders=1, layers=61, bytes=2**20)
@@ -106,7 +106,7 @@ class Phase:
 
     @property
     def outside(self) -> int:
-        """Bytes taken from the device past the caching allocator, e.g. by NCCL or by another process."""
+        """Bytes taken from the device without the caching allocator, e.g. by NCCL or by another process."""
         return (self.after.used - self.after.reserved) - (self.before.used - self.before.reserved)
 
     @property
@@ -125,7 +125,7 @@ class Report:
         phases: in order.
         owners: what was allocated since the ledger began and is still in use, largest prediction first.
         headroom: budget left once every layer has allocated its own; ``None`` without a budget.
-        required: transient bytes of the first phase. A step like it will need as much again.
+        required: transient bytes of the first phase. A step like it will need the same amount.
     """
 
     budget: int | None
@@ -137,7 +137,7 @@ class Report:
 
     @property
     def surprises(self) -> tuple[Owner, ...]:
-        """Owners of at least one block that a phase allocated which is neither the first nor planned."""
+        """Owners of at least one block allocated in a phase that is neither the first nor planned."""
         first = self.phases[0].name
         return tuple(o for o in self.owners if o.phase != first and not o.planned and o.predicted >= _BLOCK)
 
@@ -237,7 +237,7 @@ def _by_name(owners: tuple[Owner, ...]) -> dict[str, int]:
 
 @dataclass
 class _Entered:
-    """A phase that was entered. ``done`` is ``None`` until it was left once."""
+    """A phase that was entered. ``done`` is ``None`` until the phase has ended for the first time."""
 
     name: str
     planned: bool
@@ -255,11 +255,11 @@ class AllocationLedger:
     ledger allocates nothing on the device and changes no value.
 
     Args:
-        module: the model; its attributes are the owners. Its tensors decide whether CUDA or the CPU is
-            watched.
+        module: the model; its attributes are the owners. It is watched on CUDA if its tensors
+            are there, else on the CPU.
         budget_bytes: bytes of the device. Default on CUDA: all of the device's memory. Default
             elsewhere: none, and then the report gives no verdict.
-        usage: reads the device's usage; for devices that only a test or a simulation knows.
+        usage: reads the device's usage; for the simulated devices of tests.
 
     Raises:
         ValueError: ``module`` is no module; the budget is not positive, or smaller than what is in use.
@@ -377,7 +377,7 @@ class AllocationLedger:
         return tuple(sorted(owners, key=lambda o: (-o.predicted, o.name)))
 
     def read(self) -> Report:
-        """What is known now.
+        """The state of the ledger now.
 
         Raises:
             ValueError: no phase has ended yet.

@@ -1,7 +1,7 @@
 """PublishedBlocks: blocks of the prefix cache that nobody has written, and the requests that hit them.
 
 A scheduler with prefix caching publishes the hash of a block when it plans the step that fills it. If
-it then takes the request out of that plan, the hash stands and the block holds its last tenant's keys
+it then removes the request from that plan, the hash remains, but the block holds its last tenant's keys
 and values. Everything here is on the host: no tensor is read.
 """
 
@@ -37,8 +37,8 @@ class PublishedBlocks:
     """Follows published blocks from step to step.
 
     Attributes:
-        published: blocks that were published and not written, so far.
-        hits: blocks of them that a request got, so far; once a reader.
+        published: number of blocks so far that were published but not written.
+        hits: number of times that a request got one of these blocks.
 
     >>> watch = PublishedBlocks()
     >>> watch.publish(7, "hash", "victim", tokens=32)
@@ -56,7 +56,7 @@ class PublishedBlocks:
         self._unwritten: dict[int, tuple[Hashable, Hashable]] = {}
 
     def __bool__(self) -> bool:
-        """Whether a published block is unwritten now, as far as is known."""
+        """Whether any published block is known to be unwritten."""
         return bool(self._unwritten)
 
     @property
@@ -67,20 +67,20 @@ class PublishedBlocks:
     def publish(
         self, block: int, key: Hashable, owner: Hashable, tokens: int, computed: int | None = None
     ) -> None:
-        """A block was put into the prefix cache.
+        """Record that a block was put into the prefix cache.
 
         Args:
             block: its id.
-            key: what it is found by; another key later means that the block was used again.
+            key: the hash that it is found by; another key later means that the block was reused.
             owner: the request that is to write it.
             tokens: how many tokens the owner must have computed for the block to be full.
-            computed: how many it has computed, if that is known now: a block that is full is no concern.
+            computed: how many it has computed, if known; a block that is full already is not followed.
 
         Raises:
             ValueError: no token fills the block.
         """
         require(tokens > 0, "tokens", "at least one token up to the block's end", tokens)
-        # Whatever was known of it is over: it was allocated anew.
+        # Forget the block's earlier state: it has been allocated again.
         self._unwritten.pop(block, None)
         if computed is None or computed < tokens:
             self._pending.append((block, key, owner, tokens))
@@ -88,15 +88,15 @@ class PublishedBlocks:
     def plan(
         self, computed: Mapping[Hashable, int], key_of: Callable[[int], Hashable] | None = None
     ) -> list[int]:
-        """A step was planned.
+        """Record that a step was planned.
 
         Args:
-            computed: tokens that each owner has computed when this step is over; an owner that is gone,
-                or that starts again from nothing, has computed 0.
-            key_of: the key that a block has now; a block whose key was taken back cannot be hit.
+            computed: tokens that each owner will have computed after this step; 0 for an owner that is gone
+                or starts again from the beginning.
+            key_of: the key that a block has now; a block whose key was withdrawn cannot be hit.
 
         Returns:
-            Blocks published in the step that it does not write.
+            Blocks that were published in the step but that the step does not write.
         """
         bare = []
         for block, key, owner, tokens in self._pending:
@@ -109,10 +109,10 @@ class PublishedBlocks:
         return bare
 
     def read(self, reader: Hashable, blocks: Iterable[tuple[int, Hashable]]) -> list[UnwrittenHit]:
-        """A request got blocks from the prefix cache, each with the key that it has now.
+        """Record that a request got blocks from the prefix cache, each with its present key.
 
         Returns:
-            One a publisher.
+            One :class:`UnwrittenHit` for each publisher of unwritten blocks among them.
         """
         found: dict[Hashable, list[int]] = {}
         for block, key in blocks:

@@ -1,10 +1,10 @@
 """BlockFingerprints: whether a block holds, at its first read, the bytes that were committed for its hash.
 
-:class:`staleproof.evidence.PublishedBlocks` believes the scheduler that a planned step is written, and that a
-copy to the host and back brings what it took. Here the device is asked: 64 bits of all bytes of a block, in
-all layers, after the step that wrote it and again where a request first gets it from the prefix cache. That
-sees a block that nobody wrote, one that was copied too early, and one that somebody overwrote. Nothing waits
-for the device: what it found is looked at once it is there.
+:class:`staleproof.evidence.PublishedBlocks` trusts the scheduler that a planned step is written, and that a
+copy to the host and back is exact. Here the device computes a 64-bit fingerprint of all bytes of a block, in
+all layers: after the step that wrote it, and again when a request first gets it from the prefix cache. That
+detects a block that nobody wrote, one that was copied too early, and one that was overwritten. Nothing waits
+for the device: results are read when they have arrived.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORDS = 2048
 
 @triton.jit
 def _fingerprint_kernel(table, ids, found, WORDS: tl.constexpr):
-    """Add the words of one block in one cache to the block's fingerprint, each mixed with its place."""
+    """Add the words of one block in one cache to the block's fingerprint, each hashed with its position."""
     row = table + tl.program_id(1) * 3
     block = tl.load(ids + tl.program_id(0)).to(tl.int64)
     words, count = (tl.load(row) + block * tl.load(row + 1)).to(tl.pointer_type(tl.int32)), tl.load(row + 2)
@@ -38,19 +38,19 @@ def _fingerprint_kernel(table, ids, found, WORDS: tl.constexpr):
         mixed = tl.load(words + place, mask=place < count, other=0).to(tl.int64) * 0x2545F4914F6CDD1D
         mixed += (place + (tl.program_id(1).to(tl.int64) << 32) + 1) * 0x1E3779B97F4A7C15
         mixed = (mixed ^ (mixed >> 32)) * 0x3F58476D1CE4E5B9
-        # Sums do not depend on the order of the programs.
+        # A sum, because it does not depend on the order of the programs.
         total += tl.where(place < count, mixed ^ (mixed >> 29), 0)
     tl.atomic_add(found + tl.program_id(0), tl.sum(total, axis=0))
 
 
 @dataclass(frozen=True)
 class OtherBytes:
-    """A request that got a block which does not hold what was committed for its hash.
+    """A request that got a block whose bytes differ from those committed for its hash.
 
     Attributes:
         reader: the request.
         block: its id.
-        committed: whether anything was committed for the hash; if not, nobody wrote it.
+        committed: whether anything was committed for the hash; if not, nobody wrote the block.
     """
 
     reader: Hashable
@@ -63,7 +63,7 @@ class OtherBytes:
 
 
 class _Asked(NamedTuple):
-    """A launch whose results are on their way to the host."""
+    """A launch whose results are being copied to the host."""
 
     reader: Hashable
     blocks: Mapping[int, Hashable]
@@ -75,12 +75,12 @@ class BlockFingerprints:
     """Compares blocks of a KV cache at their first read with what they held when they were committed.
 
     Args:
-        kv_caches: tensors on one device, one or more a layer, (blocks, ...) each; the bytes of a block lie
-            side by side, in any order of its axes, and are a multiple of 4. K and V outermost: give the two
-            halves.
+        kv_caches: tensors on one device, one or more a layer, (blocks, ...) each. The bytes of a block are
+            contiguous, in any order of its axes, and a multiple of 4. If K and V are the outermost axis, pass
+            the two halves.
 
-    It keeps one number for each hash that was committed: for an investigation, not for months of service.
-    What another server wrote has no commit here, and reads as a hash that nobody committed.
+    It keeps one number for each committed hash, so it is for an investigation, not for months of service.
+    Blocks that another server wrote have no commit here, and are reported as a hash that nobody committed.
 
     Attributes:
         reads: blocks whose first read was compared, so far.
@@ -136,7 +136,7 @@ class BlockFingerprints:
         return found
 
     def commit(self, blocks: Mapping[int, Hashable]) -> None:
-        """Blocks were written: call it behind the step, on its stream.
+        """Record that blocks were written. Call it after the step, on the step's stream.
 
         Args:
             blocks: id -> the hash that the block is found by.
@@ -145,7 +145,7 @@ class BlockFingerprints:
         self._ask(None, blocks)
 
     def read(self, reader: Hashable, blocks: Mapping[int, Hashable]) -> None:
-        """A request got blocks from the prefix cache; those that nobody read under this hash are compared.
+        """Record that a request got blocks from the prefix cache; compare those not yet read under this hash.
 
         Args:
             reader: the request.
@@ -169,10 +169,10 @@ class BlockFingerprints:
         self._asked.append(_Asked(reader, dict(blocks), values, ready))
 
     def check(self, wait: bool = False) -> list[OtherBytes]:
-        """What the device has found since the last call.
+        """Mismatches found since the last call.
 
         Args:
-            wait: for all that was asked; else what is not there yet comes with a later call.
+            wait: wait for all results; otherwise results that have not arrived are left to a later call.
         """
         found = []
         while self._asked:

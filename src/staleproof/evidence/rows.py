@@ -1,4 +1,4 @@
-"""Row verdicts: whose NaN a bad row has, and whether padding rows change live rows."""
+"""Row verdicts: where the NaN of a bad row comes from, and whether padding rows change live rows."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def live_mask(live_rows: Rows, rows: int, device: torch.device) -> torch.Tensor:
     Args:
         live_rows: number of leading live rows, or a (rows,) bool mask.
         rows: number of rows.
-        device: where the mask shall be.
+        device: device of the mask.
 
     Returns:
         (rows,) bool.
@@ -166,7 +166,7 @@ def judge_rows(run: Run, live_rows: Rows) -> Verdict:
         return Verdict.PAD_ONLY if bad.any() else Verdict.CLEAN
     clean = _copies(run(CLEAN))
     still = torch.stack([bad_rows(x) for x in clean]).any(0)
-    # If clean padding mends even one live row, the padding was the cause.
+    # If clean padding makes even one bad live row good, the padding was the cause.
     return Verdict.LEAKED if (bad & live & ~still).any() else Verdict.LIVE_BORN
 
 
@@ -191,7 +191,7 @@ class PadInvariance:
 def pad_invariance(run: Run, live_rows: Rows, trials: int = len(FILLS)) -> PadInvariance:
     """Change only the padding, and check that live rows stay the same bit for bit.
 
-    This also catches what produces no NaN, for example a scale that is finite and wrong.
+    This also catches faults without a NaN, for example a scale that is finite but wrong.
 
     Args:
         run: as for :func:`judge_rows`; called with :data:`CLEAN`, then with each fill.

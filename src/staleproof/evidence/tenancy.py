@@ -2,7 +2,7 @@
 
 A pool of KV blocks gives the same memory to one request after another. The log records when a block
 is allocated, taken from the prefix cache, written and zeroed. For a request with wrong output it then
-says which blocks contained bytes of somebody else, whose bytes they were, and how old.
+says which blocks contained bytes of another request, which request that was, and how old the bytes were.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Write:
 
 @dataclass
 class _Tenancy:
-    """A block's time with one owner: the write it found there, its own last write, and the wipe."""
+    """A block's time with one owner: the last write before it, its owner's last write, and the wipe."""
 
     block: int
     owner: Hashable
@@ -117,14 +117,14 @@ class TenancyLog:
         self.step += 1
 
     def allocated(self, block_ids: Iterable[int], owner: Hashable, dtype: str) -> None:
-        """Blocks were allocated to ``owner``, whose layer reads them as ``dtype``."""
+        """Record that blocks were allocated to ``owner``, whose layer reads them as ``dtype``."""
         for block in block_ids:
             tenancy = _Tenancy(block, owner, dtype, self.step, self._last.get(block))
             self._now[block] = tenancy
             self._of(owner).tenancies.append(tenancy)
 
     def hit(self, block_ids: Iterable[int], owner: Hashable) -> None:
-        """``owner`` took blocks from the prefix cache and will read the bytes that are in them.
+        """Record that ``owner`` took blocks from the prefix cache and will read the bytes in them.
 
         Raises:
             ValueError: a block that was never allocated.
@@ -134,11 +134,11 @@ class TenancyLog:
             self._of(owner).hits.append(self._now[block])
 
     def ended(self, owner: Hashable) -> None:
-        """``owner`` has finished. Blocks that are zeroed from this step on do not count as its loss."""
+        """Record that ``owner`` has finished: blocks zeroed from this step on do not count as its loss."""
         self._of(owner).ended = self.step
 
     def wrote(self, block_ids: Iterable[int], owner: Hashable, dtype: str, *, whole: bool = False) -> None:
-        """``owner`` wrote into blocks.
+        """Record that ``owner`` wrote into blocks.
 
         Args:
             block_ids: the blocks.
@@ -156,7 +156,7 @@ class TenancyLog:
                     tenancy.inherited = tenancy.wiped = None
 
     def zeroed(self, block_ids: Iterable[int]) -> None:
-        """Blocks were zeroed, whether that was right or wrong."""
+        """Record that blocks were zeroed, whether that was right or wrong."""
         for block in block_ids:
             self._last[block] = None
             tenancy = self._now.get(block)
@@ -196,7 +196,7 @@ class TenancyLog:
             if t.wiped is not None:
                 suspects.append(_wiped(t, further))
             if t.wrote is None:
-                # Published before its owner wrote it: whoever hits it reads what the owner found there.
+                # Published before its owner wrote it: a request that hits it reads what was there before.
                 if t.inherited is not None:
                     suspects.append(_suspect(t, STALE, t.inherited, t.step, further))
             elif t.owner not in visited:
