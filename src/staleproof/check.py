@@ -1,4 +1,4 @@
-"""Argument checks whose errors name the argument, what was expected and what came.
+"""Argument checks whose errors name the argument, the expected value and the actual one.
 
 Every public function checks its arguments here before it writes anything.
 """
@@ -60,7 +60,7 @@ def tensor(
         contiguous: whether ``x`` must be contiguous.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, the expected value and the actual one.
 
     >>> import torch
     >>> tensor("x", torch.ones(2, 3), shape=(None, 4))

@@ -76,7 +76,7 @@ def has_triton() -> bool:
 def flashinfer_missing() -> str | None:
     """Why FlashInfer cannot be imported here, in one line, or ``None``.
 
-    Its import fails beside cubins of another version, which a package index may offer as the newest.
+    Its import fails if the installed cubins have another version, e.g. the newest in a package index.
 
     >>> flashinfer_missing() is None or "flashinfer" in flashinfer_missing()
     True
@@ -128,7 +128,7 @@ def select(device: str | None = None) -> str:
 
 
 def load_triton() -> None:
-    """Choose the device unless that is done, and import Triton. Kernel modules call it first.
+    """Choose the device if it was not chosen yet, and import Triton. Kernel modules call this first.
 
     Raises:
         ImportError: Triton is not installed.

@@ -1,37 +1,38 @@
-"""Saves Triton's CPU interpreter work that it does again at each call, and changes no value.
+"""Makes Triton's CPU interpreter faster: work that it repeats at each call is done once. No value changes.
 
 - Before a kernel runs, the interpreter replaces the functions of ``triton.language`` by its own
-  (``_patch_lang``), and puts the old ones back after the launch. It does so again at each call of one
-  ``triton.jit`` function from another, ``tl.sum`` and ``tl.zeros`` included, and reads through that
-  module each time. Here once a launch.
-- For each operation on a tensor it makes the table of numpy's types anew (``_get_np_dtype``). Here one
+  (``_patch_lang``), and restores the old ones after the launch. It repeats this whenever one ``triton.jit``
+  function calls another, ``tl.sum`` and ``tl.zeros`` included, and scans that module each time. Here this
+  is done once a launch.
+- Each operation on a tensor builds the table of numpy's types again (``_get_np_dtype``). Here there is one
   table.
 - Six operations, each with its own casts, find in 64 bits whether an integer overflows
   (``binary_op_sanitize_overflow_impl``), and ``device_assert`` drops their result, because the
   interpreter's option ``debug`` is false. Here they run only if it is true.
-- Each launch makes and installs the same hundred functions anew. Here those of the first launch.
-- Each result makes a type, and each tensor the objects of its shape (``block_type``, ``tensor``), though
-  a kernel has few types and shapes. Here once each.
-- Operands of one shape are compared dimension by dimension, and then left as they are
-  (``broadcast_impl_value``). Here they are left at once.
-- A constant is unwrapped, and every other argument asked four times whether it is one
-  (``_unwrap_if_constexpr``). Here once, by its type.
-- Operands get a common type, and are cast to it (``binary_op_type_checking_impl``). Here not where that is
-  the type of both, or of the one beside a number.
+- Each launch creates and installs the same hundred functions again. Here those of the first launch are
+  reused.
+- Each result creates a type, and each tensor the objects of its shape (``block_type``, ``tensor``), though
+  a kernel has few types and shapes. Here each is created once.
+- Operands of equal shape are compared dimension by dimension, and then returned unchanged
+  (``broadcast_impl_value``). Here they are returned at once.
+- A constant is unwrapped, and every other argument is tested four times for being a constant
+  (``_unwrap_if_constexpr``). Here it is tested once, by its type.
+- Operands are cast to a common type (``binary_op_type_checking_impl``). Here this is skipped if both
+  have that type already, or if one is a number that the type of the other can hold.
 - A sum, product or comparison goes through seven functions, and both operands are copied to one shape.
-  Here two tensors of one type of 32 or 64 bits, or such a tensor and a number, go to numpy as they are, which
-  gives the result its shape. So does an offset that is added to a pointer.
-- Each function of the language is called through two others that look at its keywords. Here through one.
-- A float of 8 or 16 bits becomes a wider one by twenty operations on whole arrays (``_convert_float``).
-  Here by a table of what these make of each pattern of bits. A float32 is cut to bfloat16 by one shift.
+  Here two tensors of the same 32-bit or 64-bit type, or such a tensor and a number, go to numpy directly, and
+  numpy computes the shape. So does an offset that is added to a pointer.
+- Each function of the language is called through two others that inspect its keywords. Here through one.
+- A float of 8 or 16 bits is widened by twenty operations on whole arrays (``_convert_float``). Here a table,
+  made once with these operations, has all results. A float32 is truncated to bfloat16 by one shift.
 
-One thing is mended: Triton 3.6 makes a number of a tensor of one element by ``int(array)``, which numpy
-refuses from 2.4 on where the array has a dimension.
+One thing is repaired: Triton 3.6 converts a tensor of one element to a number by ``int(array)``, which numpy
+from 2.4 on refuses if the array has a dimension.
 
-Read in Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0, ``python/triton/runtime/interpreter.py``,
+Based on Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0: ``python/triton/runtime/interpreter.py``,
 ``python/triton/language/core.py`` and ``python/triton/language/semantic.py``. A Triton without these
-names is left as it is, and the compiler always: what is replaced is the interpreter's own, or is put
-back after the launch.
+names is not changed. The compiler is never changed: whatever is replaced belongs to the interpreter, or is
+restored after the launch.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ import numpy as np
 
 
 class _End:
-    """The end of a launch, as ``GridExecutor`` calls it."""
+    """Has the method ``restore``, which ``GridExecutor`` calls at the end of a launch."""
 
     def __init__(self, restore: Callable[[], None]) -> None:
         self.restore = restore
 
 
 def _called_at_once(installed: Any, semantic: Any) -> Any:
-    """A function of the language as ``_patch_attr`` installs it, without the two around what it does."""
+    """A function of the language as ``_patch_attr`` installs it, without its two wrappers."""
     inner: Any = (getattr(installed, "__kwdefaults__", None) or {}).get("member")
     while getattr(inner, "__triton_builtin__", False) and hasattr(inner, "__wrapped__"):
         inner = inner.__wrapped__
@@ -66,9 +67,9 @@ def _called_at_once(installed: Any, semantic: Any) -> Any:
 
 
 def _with_known_functions(interpreter: ModuleType) -> Callable[..., Any]:
-    """``_patch_lang`` that installs what it did before, where that is in the same place as it was then.
+    """``_patch_lang`` that reuses the functions of an earlier call, if what they replace is still the same.
 
-    It takes the modules of the language that the function sees too: nothing else decides what is replaced.
+    It also takes the language's modules that the kernel can see; only these decide what is replaced.
     """
     patch, missing = interpreter._patch_lang, interpreter._MISSING
     semantic = interpreter.interpreter_semantic
@@ -78,7 +79,7 @@ def _with_known_functions(interpreter: ModuleType) -> Callable[..., Any]:
         scope = interpreter._LangPatchScope()
         for owner, name, before, after in known.get(modules, ()):
             if getattr(owner, name, missing) is not before:
-                # Somebody replaced it since, and the functions known here would not call theirs.
+                # Somebody else has replaced this since, and the cached functions would not call theirs.
                 scope.restore()
                 break
             scope.set_attr(owner, name, after)
@@ -86,7 +87,7 @@ def _with_known_functions(interpreter: ModuleType) -> Callable[..., Any]:
             if modules in known:
                 return scope
         scope = patch(fn)
-        # Of an attribute that is set twice, what was there first and what is there at last.
+        # For an attribute that is set twice, keep its value before the first change and after the last.
         first: dict[tuple[Any, str], Any] = {}
         for owner, name, before in scope._changes:
             first.setdefault((owner, name), before)
@@ -100,33 +101,33 @@ def _with_known_functions(interpreter: ModuleType) -> Callable[..., Any]:
 
 
 def _with_known_types(tl: ModuleType) -> Callable[..., None]:
-    """``block_type.__init__`` that makes what it needs once for each element and shape."""
+    """``block_type.__init__`` that computes a type's attributes once for each element and shape."""
     build = tl.block_type.__init__
     known: dict[tuple[int, ...], tuple[Any, dict[str, Any]]] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
         values = getattr(shape, "values", shape)
         sizes = [size.value if isinstance(size, tl.constexpr) else size for size in values]
-        # Each launch makes its own types of pointers, which would pile up here.
+        # Each launch creates its own pointer types, which would accumulate in the cache.
         if isinstance(element_ty, tl.pointer_type) or not {*map(type, sizes)} <= {int}:
             build(self, element_ty, shape)
             return
         key = (id(element_ty), *sizes)
         if key not in known:
             build(self, element_ty, shape)
-            # With the element's type, whose number another object would have otherwise.
+            # Keep the element's type alive: otherwise another object could get its id.
             known[key] = element_ty, dict(vars(self))
         vars(self).update(known[key][1])
 
     return init
 
 
-# Of a tensor: all but these follow from its shape.
+# The attributes of a tensor that do not follow from its shape.
 OWN = ("handle", "type", "dtype")
 
 
 def _with_known_shapes(tl: ModuleType) -> Callable[..., None]:
-    """``tensor.__init__`` that makes the objects of each shape once."""
+    """``tensor.__init__`` that creates the objects of each shape once."""
     build = tl.tensor.__init__
     known: dict[tuple[int, ...], dict[str, Any]] = {}
 
@@ -142,12 +143,12 @@ def _with_known_shapes(tl: ModuleType) -> Callable[..., None]:
     return init
 
 
-# What Triton's ``_unwrap_if_constexpr`` returns as it is, after four questions each.
+# Types that Triton's ``_unwrap_if_constexpr`` returns unchanged, after four tests.
 PLAIN = (int, float, bool, str, type(None))
 
 
 def _leaving_plain_values(tl: ModuleType, unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``_unwrap_if_constexpr`` that looks once at the type of its argument."""
+    """``_unwrap_if_constexpr`` that tests the type of its argument once."""
     plain, constexpr = frozenset((*PLAIN, tl.tensor)), tl.constexpr
 
     def unwrapped(value: Any) -> Any:
@@ -160,7 +161,7 @@ def _leaving_plain_values(tl: ModuleType, unwrap: Callable[[Any], Any]) -> Calla
 
 
 def _leaving_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """``broadcast_impl_value`` that looks no further where both operands have one shape."""
+    """``broadcast_impl_value`` that returns at once if both operands have the same shape."""
 
     def broadcast_two(lhs: Any, rhs: Any) -> Any:
         left, right = lhs.type, rhs.type
@@ -174,7 +175,7 @@ def _leaving_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _holding(tl: ModuleType) -> Callable[[Any, Any], bool]:
-    """Whether a number becomes a constant of a type when it meets a tensor of that type."""
+    """A test whether a number, combined with a tensor of a type, becomes a constant of that type."""
     wide, whole = tl.float32, (tl.int32, tl.int64)
 
     def holds(kind: Any, number: Any) -> bool:
@@ -200,7 +201,7 @@ OPERATORS = {
 
 
 def _broadcast_by_numpy(interpreter: ModuleType, name: str) -> Callable[[Any], Callable[[Any, Any], Any]]:
-    """An operator of a tensor that leaves shapes to numpy where no type must change, around Triton's own."""
+    """A wrapper of a tensor's operator that leaves shapes to numpy if no type has to change."""
     tl, builder, semantic = interpreter.tl, interpreter.interpreter_builder, interpreter.interpreter_semantic
     of_floats, of_integers = (getattr(builder, function) for function in OPERATORS[name])
     create = {id(tl.float32): of_floats, id(tl.int32): of_integers, id(tl.int64): of_integers}
@@ -246,10 +247,10 @@ def _broadcast_by_numpy(interpreter: ModuleType, name: str) -> Callable[[Any], C
 
 
 def _casting_no_equal_types(check: Callable[..., Any], semantic: Any, tl: ModuleType) -> Callable[..., Any]:
-    """``binary_op_type_checking_impl`` that asks for no common type where it is that of a tensor.
+    """``binary_op_type_checking_impl`` that skips the search for a common type if a tensor has it already.
 
-    So it is for two tensors of one type, and for a number beside a tensor of a type that holds it. A division
-    is left to Triton, which makes wider floats of some.
+    That is the case for two tensors of one type, and for a tensor and a number that its type can hold. A
+    division is left to Triton, which widens some types.
     """
     tensor, broadcast, holds = tl.tensor, getattr(semantic, BROADCAST), _holding(tl)
 
@@ -277,14 +278,14 @@ def _casting_no_equal_types(check: Callable[..., Any], semantic: Any, tl: Module
 
 
 def _by_table(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """``_convert_float`` that widens by a table, which it made itself, and cuts float32 to bfloat16."""
+    """``_convert_float`` that widens with a table made by Triton's, and truncates float32 to bfloat16."""
     tables: dict[tuple[str, str, Any], Any] = {}
 
     def converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         bits = source.primitive_bitwidth
         if (source.name, target.name, rounding) == ("fp32", "bf16", None):
             wide = np.ascontiguousarray(data).view(np.uint32)
-            # Triton shifts the digits of a subnormal. Of all others it keeps the upper half.
+            # Triton shifts the mantissa of a subnormal. Of all other numbers it keeps the upper half.
             if not np.any((wide & 0x7FFFFFFF) - np.uint32(1) < 0x7FFFFF):
                 return (wide >> 16).astype(np.uint16).reshape(data.shape)
         if bits > 16 or bits >= target.primitive_bitwidth:
@@ -299,7 +300,7 @@ def _by_table(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_numbers_of_one_element(patch: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """``_patch_lang_tensor`` that makes a number of a tensor of one element, whatever its shape."""
+    """``_patch_lang_tensor`` that converts a tensor of one element to a number, whatever its shape."""
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -320,7 +321,7 @@ def _patching_once(interpreter: ModuleType) -> Callable[[Any], _End]:
     names: dict[Any, frozenset[ModuleType]] = {}
 
     def restore() -> None:
-        # The last first: an inner scope holds as the original what an outer one has put there.
+        # In reverse order: what an inner scope saved as the original was installed by an outer scope.
         while scopes:
             scopes.pop().restore()
         patched.clear()
@@ -345,13 +346,13 @@ def _patching_once(interpreter: ModuleType) -> Callable[[Any], _End]:
 
 
 def _with_table(interpreter: ModuleType) -> Callable[[Any], Any]:
-    """``_get_np_dtype`` that asks Triton's once a type of element."""
+    """``_get_np_dtype`` that calls Triton's once for each element type."""
     numpy_dtype, tl = interpreter._get_np_dtype, interpreter.tl
     table: dict[str, Any] = {}
 
     def looked_up(dtype: Any) -> Any:
         element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
-        # All pointers are one type to numpy. Names tell the others apart, as Triton's own table does.
+        # All pointers have the same numpy type. Other types are distinguished by name, as in Triton's table.
         name = "pointer" if isinstance(element, tl.pointer_type) else element.name
         if name not in table:
             table[name] = numpy_dtype(dtype)
@@ -361,7 +362,7 @@ def _with_table(interpreter: ModuleType) -> Callable[[Any], Any]:
 
 
 def _where_it_can_fail(check: Callable[..., Any], builder: Any) -> Callable[..., Any]:
-    """``binary_op_sanitize_overflow_impl`` that computes nothing where no assert of a kernel is checked."""
+    """``binary_op_sanitize_overflow_impl`` that computes nothing if a kernel's asserts are not checked."""
 
     def check_in_debug_mode(lhs: Any, rhs: Any, binary_op: Any) -> Any:
         return check(lhs, rhs, binary_op) if builder.options.debug else None
@@ -369,7 +370,7 @@ def _where_it_can_fail(check: Callable[..., Any], builder: Any) -> Callable[...,
     return check_in_debug_mode
 
 
-# What is replaced: of the interpreter's module, and of its semantic.
+# The names that are replaced: in the interpreter's module, and in its semantic.
 NAMES = ("_patch_lang", "_patch_lang_tensor", "_get_np_dtype", "_convert_float")
 OVERFLOW, BROADCAST = "binary_op_sanitize_overflow_impl", "broadcast_impl_value"
 CHECKING = "binary_op_type_checking_impl"
@@ -377,7 +378,7 @@ SEMANTIC = (OVERFLOW, BROADCAST, CHECKING)
 
 
 def quicken() -> None:
-    """Install all of it, once a process. An interpreter without these names is left as it is.
+    """Install all replacements, once a process. An interpreter without these names is not changed.
 
     >>> quicken()
     >>> quicken()
@@ -388,7 +389,7 @@ def quicken() -> None:
     if hasattr(interpreter, "_staleproof") or not all(hasattr(interpreter, name) for name in needed):
         return
     semantic = interpreter.interpreter_semantic
-    # What was replaced, for the tests.
+    # The originals, for the tests.
     interpreter._staleproof = {name: getattr(interpreter, name) for name in NAMES}
     interpreter._staleproof |= {name: getattr(semantic, name, None) for name in SEMANTIC}
     interpreter._patch_lang_tensor = _with_numbers_of_one_element(interpreter._patch_lang_tensor)
