@@ -170,12 +170,12 @@ def oom_fields(message: str) -> dict[str, str]:
     return {name: match.group(1) for name, match in found.items() if match}
 
 
-# Torch derives the shapes of these in Python, in 300 us each time.
+# Torch computes the shapes of these operations in Python, which takes 300 us each time.
 _ARITHMETIC = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten.gt.Scalar, torch.ops.aten.mul.Tensor))
 
 
 def _shape_key(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What decides the shape and type of a result."""
+    """A key for everything that determines the shape and type of a result."""
     return func, *((a.shape, a.dtype) if isinstance(a, torch.Tensor) else (type(a), a) for a in args)
 
 
@@ -199,7 +199,7 @@ class SimulatedMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Torch is called from here alone: a ledger below names the line that asked for memory, not this one.
+        # Call torch only in this method, whose frame a ledger skips: it names the line that asked for memory.
         key = _shape_key(func, args) if not kwargs and func in _ARITHMETIC else None
         if key in self._shapes:
             shape, dtype = self._shapes[key]
@@ -228,14 +228,14 @@ class SimulatedMemory(TorchDispatchMode):
         return self.allocator.usage()
 
     def peak_of(self, fn: Callable[[], object]) -> int:
-        """Most bytes that ``fn`` allocated on top of what was; caches are emptied afterwards."""
+        """Peak of the bytes that ``fn`` allocated in addition; caches are emptied afterwards."""
         before = self.allocator.peak = self.allocator.allocated
         fn()
         self.allocator.empty_cache()
         return self.allocator.peak - before
 
     def capture(self, fn: Callable[[], object]) -> Graph:
-        """``fn`` once, in a private pool that stays; a replay allocates nothing."""
+        """Run ``fn`` once, in a private pool that stays reserved; a replay allocates nothing."""
         self._pools += 1
         self._pool = self._pools
         try:
@@ -254,8 +254,8 @@ class CudaMemory(contextlib.nullcontext):
     """The current CUDA device.
 
     Args:
-        limit_bytes: what torch's allocator may take; ``None`` for the whole device. Torch does not
-            count what others take against a limit, so :meth:`usage` leaves it out too.
+        limit_bytes: what torch's allocator may use; ``None`` for the whole device. Torch does not count
+            other users' memory against the limit, so :meth:`usage` excludes it too.
 
     Raises:
         ValueError: a limit beyond the device.
@@ -277,7 +277,7 @@ class CudaMemory(contextlib.nullcontext):
         return usage._replace(used=usage.reserved) if self._limited else usage
 
     def peak_of(self, fn: Callable[[], object]) -> int:
-        """Most bytes that ``fn`` allocated on top of what was; caches are emptied afterwards."""
+        """Peak of the bytes that ``fn`` allocated in addition; caches are emptied afterwards."""
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         fn()

@@ -1,6 +1,6 @@
 """The decode output buffers that took servers down, each named after what it does wrong.
 
-They show which memory upstream kept, and since when. The kernel in front of it is the stub of
+They show which memory upstream kept, and from when on. The kernel that writes it is the stub of
 :mod:`staleproof.incidents.decode_buffer.model`.
 """
 
@@ -62,7 +62,7 @@ def forget_singleton() -> None:
 
 
 class LazyMoeWorkspace(Experts):
-    """The same mistake in another place: a workspace a layer that only the decode branch keeps.
+    """The same mistake in another place: each layer keeps a workspace, but only in the decode branch.
 
     Stands for TurboQuant's prefill scratch, which grows where the memory profile does not look
     (vLLM #40420).
@@ -75,7 +75,7 @@ class LazyMoeWorkspace(Experts):
         self.kept_per_token = config.heads * config.rank * config.dtype.itemsize
 
     def workspace(self, x: torch.Tensor, decoding: bool) -> torch.Tensor:
-        """New memory for a prefill, and so in the profile run; kept and grown for a decode."""
+        """New memory for a prefill, which includes the profile run; kept and grown for a decode."""
         if not decoding:
             return super().workspace(x, decoding)
         wanted = len(x) * self.kept_per_token

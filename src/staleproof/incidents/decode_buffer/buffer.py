@@ -44,7 +44,7 @@ def ones(rows: int, device: str) -> torch.Tensor:
 
 
 def _changed(x: torch.Tensor, stage: int) -> int:
-    """In how many rows some canary of ``stage`` is gone. "unwritten": all are still there, bit for bit."""
+    """The number of rows in which some canary of ``stage`` was overwritten."""
     return sum(state != "unwritten" for state in row_states(x, stage))
 
 
@@ -104,7 +104,7 @@ def other_model(setup: Setup, device: str) -> Reading:
 
 
 def _kept(attn: Attention) -> dict[int, torch.Tensor]:
-    """Address -> memory that outlives a call, weights aside."""
+    """Address -> memory that the layer keeps after a call, without weights."""
     weights = {p.data_ptr() for p in attn.parameters()}
     owned = {t.untyped_storage().data_ptr(): t for _, _, t in owned_tensors(attn)}
     return {at: t for at, t in owned.items() if at not in weights}
@@ -140,7 +140,7 @@ def growth(setup: Setup, device: str) -> Reading:
 
 
 def empty_rows(setup: Setup, device: str) -> Reading:
-    """What the seven empty rows of eight hold after a replay; canaries were there before."""
+    """What the seven empty rows of eight contain after a replay over canaries."""
     with _serving(setup, device) as (attn, (q,)):
         seq_lens = ones(ROWS, device)
         outs: list[torch.Tensor] = []
@@ -154,7 +154,7 @@ def empty_rows(setup: Setup, device: str) -> Reading:
 
 
 class Turn(NamedTuple):
-    """What layers that decoded in turn left: wrong live rows, and whose rows the empty ones hold."""
+    """Result of layers that decoded in turn: wrong live rows, and whose rows the empty rows contain."""
 
     wrong_rows: int
     owners: list[str]
@@ -198,7 +198,7 @@ def layers_in_turn(name: str, device: str, turn: Turn) -> Reading:
 def in_empty_rows(name: str, device: str, turn: Turn) -> Reading:
     """Whose rows of the full step the empty ones hold: the worst, since layers may differ.
 
-    The last layer to decode finds its own rows in a shared buffer.
+    In a shared buffer, the layer that decoded last finds its own rows.
     """
     worst_first = ("another layer's", "nobody's", "its own", "cleared")
     note = POOL if name == "no_buffer" else ""
@@ -206,7 +206,7 @@ def in_empty_rows(name: str, device: str, turn: Turn) -> Reading:
 
 
 def _owner(rows: torch.Tensor, layer: int) -> str:
-    """Whose canaries these rows hold."""
+    """Which layer's canaries these rows contain."""
     for other in range(LAYERS):
         if _changed(rows, 1 + other) == 0:
             return "its own" if other == layer else "another layer's"
@@ -234,9 +234,9 @@ def threads(setup: Setup, device: str) -> Reading:
 
 
 class _Meeting(dict):
-    """A dict whose look-ups wait up to half a second for another thread's.
+    """A dict whose look-ups wait up to half a second for a look-up of another thread.
 
-    Two threads that look before they write then both find nothing, every time and not once in a while.
+    So two threads that look before they write both find nothing every time, not only occasionally.
     """
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ class _Meeting(dict):
         self._barrier = threading.Barrier(2)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict."""
+        """Like ``dict.get``, after waiting for the other thread."""
         found = super().get(key, default)
         with contextlib.suppress(threading.BrokenBarrierError):
             self._barrier.wait(0.5)
@@ -252,9 +252,9 @@ class _Meeting(dict):
 
 
 def first_use(setup: Setup, device: str) -> Reading:
-    """How many buffers two threads get that ask for the same one, which does not exist yet.
+    """How many buffers two threads get if both ask for the same buffer before it exists.
 
-    With two, one thread holds memory that nobody keeps (review of vLLM #37799: the global needs a lock).
+    With two, one thread uses memory that nobody keeps (review of vLLM #37799: the global needs a lock).
     """
     with setup.process() as wiring:
         attn = part(wiring, device)
@@ -273,10 +273,10 @@ def first_use(setup: Setup, device: str) -> Reading:
 
 
 def captured_kernels(setup: Setup, device: str) -> Reading:
-    """Which kernels one layer's captured decode launches, beside those of a layer without a buffer.
+    """Which kernels one layer's captured decode launches, compared with a layer without a buffer.
 
-    A graph that launches the same kernels on buffers as large takes the same time, so this says more of
-    "it costs no time" than a stopwatch at one size.
+    A graph that launches the same kernels on buffers of the same size takes the same time. This is better
+    evidence that a buffer costs no time than a measurement at one size.
     """
     try:
         plain, names = _kernels(SETUPS["no_buffer"], device), _kernels(setup, device)

@@ -45,7 +45,7 @@ def too_small(case: ServerCase, device: str) -> str | None:
     if device != "cuda":
         return None
     if case.config is None:
-        # What the report leaves outside its plan, weights and KV cache of a gibibyte each, the peak.
+        # The bytes outside the report's plan, a gibibyte each for weights and KV cache, and the peak.
         wanted = int(18.4 * GIB) + 2 * REPORT.workspace_bytes + 2 * GIB
     else:
         wanted = case.config.total_bytes
@@ -71,7 +71,7 @@ def server(case: ServerCase, device: str, started: Sequence[Outcome] = ()) -> Re
 
 
 SERVERS = {name: ServerCase(name) for name in SETUPS}
-# Each starts twice: as it is, and watched by a ledger.
+# Each starts twice: without and with a ledger.
 STARTS = {
     name: Scene(f"servers, {name}", partial(run_servers, [case, replace(case, watched=True)]))
     for name, case in SERVERS.items()
@@ -93,7 +93,7 @@ def ledger(case: ServerCase, device: str, started: Sequence[Outcome]) -> Reading
 
 
 def profile(case: ServerCase, device: str, started: Sequence[Outcome]) -> Reading:
-    """How much of the memory that is kept the profile run saw."""
+    """How much of the kept memory was already allocated in the profile run."""
     watched = started[1]
     assert watched.ready is not None
     late = sum(owner.predicted for owner in watched.ready.surprises)
@@ -104,7 +104,7 @@ def profile(case: ServerCase, device: str, started: Sequence[Outcome]) -> Readin
 
 # The report's own size: 61 x (2048, 128, 512) bf16, then a prefill that asks for 3.94 GiB. On CUDA the
 # server leaves as many bytes outside its plan as the report's; elsewhere it is simulated on the report's
-# 184 GiB. Without transients between the buffers ("buffers only"), they are all that decoding takes.
+# 184 GiB. "buffers only" has no transient memory between the buffers, so decoding takes only the buffers.
 TRUE_SIZE = {
     OFF: ServerCase(OFF, None, watched=True),
     f"{OFF}, batch {MAX_NUM_SEQS}": ServerCase(OFF, None, {"batch": MAX_NUM_SEQS}),
@@ -123,7 +123,7 @@ def true_size(case: ServerCase, device: str, started: Sequence[Outcome] = ()) ->
 
 
 def prediction(case: ServerCase, device: str, started: Sequence[Outcome]) -> Reading:
-    """How far the ledger's figure after one layer is from the bytes that the device gave to all."""
+    """How far the ledger's prediction after one layer is from the bytes that all layers took."""
     (outcome,) = started
     assert outcome.probed is not None
     owner = outcome.probed.surprises[0]
@@ -132,14 +132,14 @@ def prediction(case: ServerCase, device: str, started: Sequence[Outcome]) -> Rea
     return reading(verdict, note=str(owner), predicted_bytes=owner.predicted, taken_bytes=taken)
 
 
-# vLLM's own profile run, and what of its first decode is kept. Most changes take a step away.
+# vLLM's own profile run, and what its first decode keeps. Most changes remove one of the five steps.
 _EAGER = Released("0.18.1", "CUTLASS")
 _DECODE = (("uniform_decode", True), ("num_tokens", ROWS))
 RELEASED: dict[str, tuple[Released, str]] = {
     "vLLM 0.18.1, CUTLASS": (_EAGER, "unseen"),
     "vLLM 0.18.1, FlashInfer": (Released("0.18.1", "FlashInfer"), "unseen"),
     "vLLM 0.18.1, metadata built": (replace(_EAGER, change=(("force_attention", True),)), "seen"),
-    # A batch as large as the profile's fits no graph, whether it is a profile or not.
+    # A batch as large as the profile's is larger than every graph, whether it is a profile or not.
     "vLLM 0.18.1, not as a profile": (replace(_EAGER, change=(("is_profile", False),)), "unseen"),
     "vLLM 0.18.1, a batch that fits a graph": (replace(_EAGER, change=_DECODE), "unseen"),
     "vLLM 0.18.1, both": (replace(_EAGER, change=(*_DECODE, ("is_profile", False))), "seen"),
@@ -155,7 +155,7 @@ def profile_released(case: tuple[Released, str], device: str) -> Reading:
     said = profiled(case[0], package(case[0].version))
     early, late = said["kept_by_profile"], said["kept_by_capture"]
     verdict = "seen" if early else "unseen" if late else "nothing kept"
-    # vLLM's code runs on the CPU also where there is a GPU.
+    # vLLM's code runs on the CPU even if there is a GPU.
     return Reading(verdict, said, provenance=None if device == "cpu" else Provenance.INTERPRETED)
 
 
@@ -164,8 +164,8 @@ LARGEST_GRAPH = {
 }
 
 
-# Servers that differ in their utilisation alone: of the report's device. A device of another size leaves as
-# many bytes outside.
+# Servers that differ only in their utilisation, a share of the report's device. On a device of another size
+# the share is converted so that the same number of bytes is outside the plan.
 Sweep = tuple[ServerCase, tuple[float, ...]]
 _SMALL_STEPS, _TRUE_STEPS = (0.88, 0.9, 0.905, 0.91, 0.92, 0.95), (0.85, 0.9, 0.92, 0.95, 0.97)
 UTILISATIONS: dict[str, Sweep] = {
@@ -177,7 +177,7 @@ UTILISATIONS: dict[str, Sweep] = {
 
 
 def utilisation(sweep: Sweep, device: str) -> Reading:
-    """From which utilisation on a server with a buffer a layer dies."""
+    """The lowest utilisation at which a server with a buffer in each layer dies."""
     case, shares = sweep
     planned = shares
     if case.config is None and device == "cuda":
@@ -190,7 +190,7 @@ def utilisation(sweep: Sweep, device: str) -> Reading:
     sharp = [*said.values()] == [LIVES] * (len(said) - len(dead)) + [DIES] * len(dead)
     verdict = LIVES if not dead else "dies from one on" if sharp else "dies at some"
     numbers = {**said, "dies_from": float(dead[0]) if dead else None}
-    # A notebook asks for the simulation on every machine; then no GPU measured it.
+    # A notebook runs the simulation on every machine; its result is not measured on a GPU.
     return Reading(verdict, numbers, provenance=None if device == "cuda" else Provenance.INTERPRETED)
 
 
@@ -244,7 +244,7 @@ def ledger_cost(_: object, device: str, steps: int = 20) -> Reading:
 
 
 _BUFFERS = {name: SETUPS[name] for name in ATTENTION}
-# One step of all layers in turn, which two questions judge.
+# One step of all layers in turn; two questions use it.
 _IN_TURN = {
     name: Scene(f"layers in turn, {name}", partial(buffer.in_turn, setup)) for name, setup in _BUFFERS.items()
 }
@@ -364,7 +364,7 @@ TABLE = Table(
     each(
         "threads",
         "layers",
-        # Not clear_empty_rows: it shares nothing, and Triton's interpreter takes one thread at a time.
+        # Without clear_empty_rows: it shares nothing, and Triton's interpreter runs one thread at a time.
         {name: _BUFFERS[name] for name in _BUFFERS if name != "clear_empty_rows"},
         buffer.threads,
         expect=_expect("overlap"),

@@ -1,4 +1,4 @@
-"""Whether a fix of incident 2 still decodes: that the server lives says nothing about its outputs."""
+"""Whether a fix of incident 2 still decodes right: a server that lives may still give wrong outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from staleproof.evidence.canary import plant
 from staleproof.incidents.decode_buffer.buffer import growth, ones, other_model, part, query
 from staleproof.incidents.decode_buffer.setups import SETUPS, ServerCase
 
-# More rows than where the verdict was found.
+# More rows than in the questions that gave the verdict.
 ROWS, SICK = 12, 1
 # Which rows of a batch are empty: none, the last ones, some in the middle, all.
 EMPTY_ROWS: tuple[list[int], ...] = ([], [*range(3, ROWS)], [0, 2, 5], [*range(ROWS)])
@@ -33,9 +33,9 @@ def unwritten_is_nan() -> Iterator[None]:
 def wrong(case: ServerCase, device: str) -> str | None:
     """What one layer of a server computes wrongly, in one line, or ``None``.
 
-    The stub kernel copies the queries to the live rows of the output, so live rows must have the bits
-    of the queries: also the row of a sick request, which is NaN. If the fix promises it, empty rows are 0.
-    A second model gets its own shape, and no graph writes what a larger batch has freed.
+    The stub kernel copies the queries to the live rows of the output, so live rows must have the bits of the
+    queries, including the row of a sick request, which is NaN. If the fix promises it, empty rows must be 0.
+    A second model must get its own shape, and no graph may write memory that a larger batch has freed.
     """
     setup = SETUPS[case.variant]
     with setup.process() as wiring:

@@ -1,4 +1,4 @@
-"""What only the CUDA driver says or gives: the kernels of a graph, and memory past torch's allocator."""
+"""Direct calls of the CUDA driver: the kernels of a graph, and memory not from torch's allocator."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _KERNEL_NODE = 0
 
 
 class DriverError(RuntimeError):
-    """The CUDA driver is missing, lacks a call, or refused one; in one line."""
+    """The CUDA driver is missing, lacks a call, or refused a call; the message is one line."""
 
 
 def _driver(*calls: str) -> Any:
     """The driver's library, with these calls.
 
     Raises:
-        DriverError: it is not here, or too old.
+        DriverError: the driver is missing or too old.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -99,7 +99,7 @@ def _check(code: int, what: str) -> None:
 
 @contextlib.contextmanager
 def driver_memory(nbytes: int) -> Iterator[None]:
-    """Device memory from the driver's ``cuMemAlloc`` for the length of a ``with``, past torch's allocator.
+    """Device memory from the driver's ``cuMemAlloc``, not from torch's allocator, inside a ``with``.
 
     Raises:
         DriverError: the driver lacks the call, or refused it.

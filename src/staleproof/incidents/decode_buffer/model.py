@@ -138,7 +138,7 @@ class Attention(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def output(self, q: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        """Unwritten memory for the decode output of ``q`` (batch, heads, rank)."""
+        """Uninitialised memory for the decode output of ``q`` (batch, heads, rank)."""
         return torch.empty_like(q)
 
     def decode(self, q: torch.Tensor, seq_lens: torch.Tensor, micro_batch: int = 0) -> torch.Tensor:
@@ -168,7 +168,7 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def workspace(self, x: torch.Tensor, decoding: bool) -> torch.Tensor:
-        """Unwritten memory (tokens * bytes a token,) uint8."""
+        """Uninitialised memory (tokens * bytes a token,) uint8."""
         return torch.empty(len(x) * self.per_token, dtype=torch.uint8, device=x.device)
 
     def forward(self, x: torch.Tensor, decoding: bool) -> torch.Tensor:

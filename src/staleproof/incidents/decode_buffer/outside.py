@@ -1,4 +1,4 @@
-"""What the ledger sees of memory that torch's allocator does not give."""
+"""Whether the ledger accounts for memory that torch's allocator did not allocate."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _BYTES = 256 * MIB
 
 
 def not_here(kind: str, device: str) -> str | None:
-    """Why a kind of memory cannot be taken on this device, or ``None``."""
+    """Why a kind of memory cannot be allocated on this device, or ``None``."""
     on_cuda = device == "cuda" and kind == ASLEEP
     return "needs a torch memory pool on vLLM's cumem_allocator" if on_cuda else None
 
 
 def outside(kind: str, device: str) -> Reading:
-    """How the ledger's headroom changes when somebody takes memory past torch, or gives it back for a while.
+    """How the ledger's headroom changes if memory is allocated without torch, or is returned for a while.
 
-    ``ncclMemAlloc`` takes device memory from the driver after the profile run. CuMem's sleep mode unmaps
-    the memory of tensors: torch still counts it, the driver has it back, and the wake-up needs it again.
-    On a CPU both are simulated. On CUDA ``cuMemAlloc`` stands for the first.
+    ``ncclMemAlloc`` takes device memory from the driver after the profile run. CuMem's sleep mode unmaps the
+    memory of tensors: torch still counts it, but it is free for the driver until the wake-up needs it again.
+    On a CPU both are simulated. On CUDA ``cuMemAlloc`` represents the first.
     """
     on_cuda, memory = device == "cuda", SimulatedMemory(SMALL.total_bytes)
     with contextlib.nullcontext() if on_cuda else memory:

@@ -39,8 +39,8 @@ class Headroom(NamedTuple):
 
     Attributes:
         layer: one layer's buffer.
-        buffers: of all layers.
-        fragments: of segments that hold a buffer, the part that no buffer uses.
+        buffers: the buffers of all layers.
+        fragments: the unused part of segments that contain a buffer.
         graph: private pool of the captured step.
         room: device memory that the KV cache leaves.
         needed: workspace of a prefill.

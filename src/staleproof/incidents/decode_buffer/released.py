@@ -1,16 +1,16 @@
-"""The profile run and a capture of a released vLLM, on a CPU, down to the buffer that only one of them makes.
+"""The profile run and a capture of a released vLLM, on a CPU: only the capture allocates the decode buffer.
 
-The model runner, the graph dispatcher, the MLA layer and both backends are vLLM's own files, executed as
-they are. What they import beside each other is stood in for (:mod:`staleproof.kernels.vllm_sources`), and
-the attention kernel is a function that notes its arguments. The five steps of 0.18.1, below ``vllm/``; where
-no file is named, ``v1/worker/gpu_model_runner.py``:
+The model runner, the graph dispatcher, the MLA layer and both backends are vLLM's own files, executed
+unchanged. Their other imports are stubs (:mod:`staleproof.kernels.vllm_sources`), and the attention kernel is
+a function that records its arguments. The five steps of 0.18.1 follow; paths are below ``vllm/``, and without
+a path the file is ``v1/worker/gpu_model_runner.py``:
 
 1. ``profile_run`` calls ``_dummy_run(max_num_tokens, is_profile=True)``: line 5516
 2. which makes it eager, ``force_eager=is_profile or ...``: line 5053
-3. so that the dispatcher may choose the graph mode NONE alone: line 3362
-4. attention metadata is built for ``force_attention`` or the mode FULL alone: line 5111
-5. without it MLA returns zeros (``model_executor/layers/attention/mla_attention.py:558``) before
-   ``forward_mqa``, whose first call makes the buffer: ``v1/attention/backends/mla/cutlass_mla.py:233``.
+3. so that the dispatcher may choose only the graph mode NONE: line 3362
+4. attention metadata is built only for ``force_attention`` or the mode FULL: line 5111
+5. without metadata MLA returns zeros (``model_executor/layers/attention/mla_attention.py:558``) before
+   ``forward_mqa``, whose first call allocates the buffer: ``v1/attention/backends/mla/cutlass_mla.py:233``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Released:
 
 
 def _empty(*shape: Any, device: Any = None, dtype: Any = None, **options: Any) -> torch.Tensor:
-    # On this machine, and with bytes that nobody wrote: whoever zeroes them shows.
+    # On the CPU, whatever the device, and filled with 0x7F, so that it is visible if somebody zeroes it.
     made = _zeros_here(*shape, dtype=dtype)
     made.view(torch.uint8).fill_(0x7F)
     return made
@@ -70,7 +70,7 @@ def _zeros(*shape: Any, device: Any = None, **options: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _loaded(folder: Path, backend: str, calls: list[dict[str, Any]]) -> Iterator[None]:
-    """The files of a release; ``calls`` takes the keyword arguments of each call of the attention kernel."""
+    """The files of a release. Each call of the attention kernel adds its keyword arguments to ``calls``."""
 
     def cutlass(out: torch.Tensor, lse: torch.Tensor, *rest: Any) -> None:
         calls.append({"out": out, "lse": lse})
@@ -104,7 +104,7 @@ def _loaded(folder: Path, backend: str, calls: list[dict[str, Any]]) -> Iterator
         mock.patch.object(torch, "empty", _empty),
         mock.patch.object(torch, "zeros", _zeros),
     ):
-        # Not mock.patch.dict: it would take out Triton too, where that is imported in here, and Triton
+        # Not mock.patch.dict: it would also remove Triton if Triton is imported inside this block, and Triton
         # cannot be imported twice.
         sys.modules.update(stubs)
         for name, members in known.items():
@@ -122,7 +122,7 @@ def _loaded(folder: Path, backend: str, calls: list[dict[str, Any]]) -> Iterator
 
 
 def _layer(subject: Released) -> Any:
-    """An MLA layer on this backend; of its impl nothing but what a decode reads is real."""
+    """An MLA layer on this backend; its impl has only the attributes that a decode reads."""
     file, name = BACKENDS[subject.backend]
     module = importlib.import_module(f"vllm.v1.attention.backends.mla.{file}")
     impl = mock.MagicMock(dcp_world_size=1, _decode_out=None, kv_lora_rank=RANK, qk_rope_head_dim=ROPE)
@@ -145,7 +145,7 @@ def _layer(subject: Released) -> Any:
 
 
 def _runner(layer: Any) -> Any:
-    """A model runner whose model is that layer; its methods on the way are vLLM's, its settings ours."""
+    """A model runner whose model is that layer. The methods it calls are vLLM's, the settings are ours."""
     modes = importlib.import_module("vllm.config.compilation").CUDAGraphMode
     module, contexts = importlib.import_module(RUNNER), importlib.import_module("vllm.forward_context")
     compilation = SimpleNamespace(

@@ -1,8 +1,8 @@
 """One engine process, from its start to its first requests.
 
-An engine measures one profile run. It is eager and has no attention metadata, so that attention returns
-early. The KV cache gets what is then left of ``utilisation * total``; the engine captures its graphs
-and serves (vLLM 0.18.1: ``v1/worker/gpu_worker.py:350``, ``gpu_model_runner.py:5053``, ``:5111``,
+An engine measures one profile run. The run is eager and has no attention metadata, so attention returns
+early. The KV cache gets what remains of ``utilisation * total``; then the engine captures its graphs and
+serves (vLLM 0.18.1: ``v1/worker/gpu_worker.py:350``, ``gpu_model_runner.py:5053``, ``:5111``,
 ``mla_attention.py:575``; through 0.19.1 graph memory was not in the sum by default).
 """
 
@@ -38,10 +38,10 @@ class Outcome:
         error: the out-of-memory message.
         kv_bytes: size of the KV cache.
         peak_bytes: peak of the profile run.
-        kept_bytes: memory that the parts keep at the end, without weights and KV cache.
-        usages: the device after each phase.
-        probed: the ledger's report when one layer had decoded.
-        ready: its report when the server was ready to serve, or when it died before that.
+        kept_bytes: memory that attention and experts keep at the end, without weights and KV cache.
+        usages: the device's usage after each phase.
+        probed: the ledger's report after one layer had decoded.
+        ready: the ledger's report when the server was ready to serve, or when it died before that.
     """
 
     verdict: str
@@ -97,7 +97,7 @@ class Server:
         self.kv_bytes = self.peak_bytes = 0
 
     def profile(self) -> None:
-        """The profile run, and the size of the KV cache from it.
+        """Run the profile, and compute the size of the KV cache from it.
 
         Raises:
             ValueError: nothing is left for a KV cache.
@@ -114,7 +114,7 @@ class Server:
         )
 
     def probe(self) -> None:
-        """Let one layer decode the largest batch: the ledger multiplies by the number of layers."""
+        """Let one layer decode the largest batch, from which the ledger predicts all layers."""
         self.model.layers[0](self.x, self.seq_lens)
 
     def allocate_kv_cache(self) -> None:
@@ -123,7 +123,7 @@ class Server:
         self.model.kv_cache.append(cache)
 
     def warm_up(self) -> None:
-        """One eager decode step of the largest batch, which allocates what is allocated lazily."""
+        """One eager decode step of the largest batch, so that lazy allocations happen."""
         self.model(self.x, self.seq_lens)
         self._ready()
 
@@ -137,7 +137,7 @@ class Server:
         self.model(self.prompt, None)
 
     def start(self, ledger: AllocationLedger | None = None) -> Outcome:
-        """Go through all steps, up to an out-of-memory.
+        """Run all steps, or stop at an out-of-memory error.
 
         Args:
             ledger: over :attr:`model`; one layer then decodes alone before all do (:meth:`probe`).

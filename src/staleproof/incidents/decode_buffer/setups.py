@@ -1,4 +1,4 @@
-"""The variants of incident 2: a decode buffer in a server, and what must come out of each question."""
+"""The variants of incident 2: a decode buffer in a server, and the expected answer to each question."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from staleproof.ops.decode_workspace import DecodeWorkspace
 SERVERS_TIMEOUT_S = 300
 
 REPORT = ServerConfig()
-# A thirty-second of everything. At this size blocks are rounded differently and leave fewer fragments,
-# so the engine leaves a little less than the report's tenth outside its plan.
+# All sizes divided by 32. Blocks are then rounded differently and leave fewer fragments, so this engine keeps
+# a little less than the report's tenth outside its plan.
 SMALL = replace(REPORT.scaled(32), utilisation=0.92)
 # The report's command limits a decode step to this; 256 MiB a layer needs its capture size, 2048.
 MAX_NUM_SEQS = 1024
 
 
 class KeyedWorkspace(Attention):
-    """Our :class:`DecodeWorkspace`, asked for the largest batch before the profile run."""
+    """Our :class:`DecodeWorkspace`; the largest batch is requested before the profile run."""
 
     def __init__(self, config: ServerConfig, device: str, workspace: DecodeWorkspace) -> None:
         super().__init__(config, device)
@@ -41,7 +41,7 @@ class KeyedWorkspace(Attention):
         workspace.get(shape, config.dtype, device, micro_batch=0)
 
     def output(self, q: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        """(batch, heads, rank) of the workspace."""
+        """Memory (batch, heads, rank) from the workspace."""
         return self.workspace.get(q.shape, q.dtype, q.device, micro_batch=micro_batch)
 
 
@@ -51,7 +51,7 @@ class ClearedRows(Attention):
     def decode(self, q: torch.Tensor, seq_lens: torch.Tensor, micro_batch: int = 0) -> torch.Tensor:
         """The output (batch, heads, rank) of one decode launch, empty rows 0."""
         out = super().decode(q, seq_lens, micro_batch)
-        # No kernel runs on a meta tensor, and this one allocates nothing.
+        # No kernel can run on a meta tensor. Skipping this one is right, because it allocates nothing.
         if not out.is_meta:
             clear_empty_rows(out, seq_lens)
         return out
@@ -73,7 +73,7 @@ def _keyed() -> Wiring:
 
 @dataclass(frozen=True)
 class Setup:
-    """One row of the verdict matrix: a buffer, and what must come out.
+    """One row of the verdict matrix: a buffer, and the expected verdicts.
 
     Attributes:
         wire: makes the parts of a new process.
@@ -94,12 +94,13 @@ class Setup:
             broken.forget_singleton()
 
 
-# Whether the server dies, and whether the profile run counted what is kept. Then of one layer: whether the
-# outputs of two micro-batches in flight mix, the shape that a model of other heads and rank gets, what
-# happens at a batch larger than the captured one, what an empty row of the output holds after a step, and
-# whose rows it holds when layers decode one after another (without a buffer that is up to the memory pool).
+# About the whole server: whether it dies, and whether the profile run counted the kept memory. About one
+# layer: whether the outputs of two micro-batches in flight mix, the shape that a model with other heads and
+# rank gets, what happens at a batch larger than the captured one, what an empty row of the output contains
+# after a step, and whose rows it contains if layers decode one after another (without a buffer the memory
+# pool decides that).
 QUESTIONS = ("server", "profile", "overlap", "other_model", "growth", "empty_rows", "in empty rows")
-# Of a buffer a layer, apart from the first two.
+# The expected answers for a buffer in each layer, except the first two.
 _KEPT = ("mixed", "right shape", "writes freed memory", "stale", "its own")
 
 
@@ -126,7 +127,7 @@ SETUPS: dict[str, Setup] = {
     "lazy_moe_workspace": _setup(partial(Wiring, Attention, broken.LazyMoeWorkspace), DIES, "unseen"),
 }
 OFF = "zeros_per_layer"
-# The variants that change the attention; the others can be asked about the whole server only.
+# The variants that change the attention. For the others only the whole server can be judged.
 ATTENTION = [name for name, setup in SETUPS.items() if "overlap" in setup.expect]
 
 
@@ -148,10 +149,10 @@ class ServerCase:
 
 
 def true_size_config(total_bytes: int) -> ServerConfig:
-    """The report's server on a device of another size, with as many bytes outside its plan.
+    """The report's server on a device of another size, with the same bytes outside its plan.
 
     Raises:
-        ValueError: too small a device for it.
+        ValueError: the device is too small for it.
     """
     outside = REPORT.total_bytes - int(REPORT.utilisation * REPORT.total_bytes)
     share = 1 - outside / total_bytes
