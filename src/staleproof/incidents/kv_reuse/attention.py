@@ -1,8 +1,7 @@
 """Paged decode attention by real kernels, behind one call.
 
-Some kernels multiply masked positions by a weight of 0, others never load them. None of them is
-wrong: a weight of 0 removes every finite value. But ``0 * NaN`` is NaN (PyTorch #101967,
-flash-attention #1974).
+Some kernels multiply masked positions by a weight of 0, others never load them. Neither is wrong: a weight of
+0 removes every finite value. But ``0 * NaN`` is NaN (PyTorch #101967, flash-attention #1974).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from staleproof.incidents.kv_reuse.block_pool import NULL_BLOCK
 from staleproof.kernels import flashinfer
 from staleproof.kernels import torch as kernels_of_torch
 
-# Of the model of this incident, and what FlashInfer's adapter is built for, as its pages of 16 tokens.
+# The head size of this incident's model. FlashInfer's adapter is built for it, and for pages of 16 tokens.
 HEAD_DIM = 64
 
 
@@ -94,7 +93,7 @@ def masked_loads(call: Call) -> torch.Tensor:
 
 
 def _gathered(adapter: Callable[..., torch.Tensor], call: Call) -> torch.Tensor:
-    """By a kernel of torch, over whole pages and a boolean mask."""
+    """Attention by a kernel of torch, over whole pages with a boolean mask."""
     pages = call.gathered(call.keys), call.gathered(call.values)
     return adapter(call.q[:, :, None], *pages, call.valid[:, None, None], call.scale)[:, :, 0]
 
@@ -112,12 +111,12 @@ class Kernel:
     """One attention kernel.
 
     Attributes:
-        name: whose, which.
-        attend: a :class:`Call` to (rows, heads, head_dim).
+        name: package and kernel.
+        attend: computes (rows, heads, head_dim) from a :class:`Call`.
         unavailable_reason: one line why it cannot run here, or ``None``.
-        keys: what it makes of NaN among the keys past ``seq_lens``: ``leaked`` or ``clean``.
-        values: the same, among the values.
-        dtypes: cache dtypes it takes; FlashInfer takes only that of ``q``.
+        keys: the effect of NaN in keys past ``seq_lens``: ``leaked`` or ``clean``.
+        values: the same for values.
+        dtypes: supported cache dtypes; FlashInfer supports only that of ``q``.
     """
 
     name: str
@@ -141,7 +140,7 @@ def _needs_flashinfer(backend: str) -> str | None:
 
 
 def _not_compiled(backend: str) -> str | None:
-    """Why FlashInfer has no kernel for :func:`_flashinfer`: it compiles one at the first call, if it may."""
+    """Why FlashInfer has no kernel for :func:`_flashinfer`; it compiles one at the first call, if allowed."""
     switched_off = "FLASHINFER_DISABLE_JIT"
     may_not = bool(os.environ.get(switched_off))
     if shutil.which("nvcc") is not None and not may_not:
@@ -149,7 +148,7 @@ def _not_compiled(backend: str) -> str | None:
     load = importlib.import_module("flashinfer.prefill").get_batch_prefill_module
     missing = importlib.import_module("flashinfer.jit").MissingJITCacheError
     dtype, index = torch.bfloat16, torch.int32
-    # FlashInfer is asked itself, because its releases name the module of one call differently.
+    # Let FlashInfer itself look for the module, because its name differs between releases.
     with patch.dict(os.environ, {switched_off: "1"}):
         try:
             load(backend, dtype, dtype, dtype, index, HEAD_DIM, HEAD_DIM, 0, False, False, False)
@@ -169,7 +168,7 @@ def kernels() -> dict[str, Kernel]:
     leaked, clean = "leaked", "clean"
     release = f"FlashInfer {devices.version_of('flashinfer-python') or ''}".strip()
     sdpa = {
-        # Key: in words, torch's name of it, why not here.
+        # Key: description, torch's name of the backend, why it cannot run here.
         "sdpa_math": ("math", "MATH", None),
         "sdpa_flash_cpu": ("flash of the CPU", "FLASH_ATTENTION", on_cpu),
         "sdpa_efficient": ("memory-efficient", "EFFICIENT_ATTENTION", gpu),

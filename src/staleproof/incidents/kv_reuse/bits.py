@@ -43,7 +43,7 @@ SOURCES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class NanShare:
-    """How fp32 values from one source look in one smaller dtype.
+    """How fp32 values from one source look when their bytes are read as a smaller dtype.
 
     Attributes:
         source: a key of :data:`SOURCES`.

@@ -25,7 +25,7 @@ ALIGNMENT = 16
 
 
 class OutOfBlocks(RuntimeError):
-    """More blocks were asked for than the pool has free."""
+    """More blocks were requested than the pool has free."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class AttentionSpec:
         num_kv_heads: heads of one rank.
         head_dim: elements of a head's key, and of its value.
         dtype: of keys and values.
-        kv_outermost: the layer wants shape (2, blocks, ...), as FlashAttention does, instead of
-            (blocks, 2, ...), as FlashInfer does.
+        kv_outermost: whether the layer uses the shape (2, blocks, ...), like FlashAttention, instead of
+            (blocks, 2, ...), like FlashInfer.
     """
 
     num_kv_heads: int
@@ -92,8 +92,8 @@ class Page:
 
     Attributes:
         block_size: tokens an attention block holds.
-        page_bytes: bytes of a block, the same for both.
-        mamba_bytes: of these, what the Mamba state fills; the rest is its padding.
+        page_bytes: bytes of a block.
+        mamba_bytes: the bytes of it that a Mamba state fills; the rest is padding.
     """
 
     block_size: int
@@ -143,8 +143,8 @@ class KVBuffers:
         layers: buffers; each is shared by one attention layer and the Mamba layers beside it.
         attention: the attention layers.
         mamba: the Mamba layers.
-        kernel_block_size: tokens a block of the attention kernel holds, where it is less than the
-            manager's block: logical block ``b`` is then kernel blocks ``b * ratio`` and following.
+        kernel_block_size: tokens in a block of the attention kernel, if that is smaller than the
+            manager's block: logical block ``b`` is then ``ratio`` kernel blocks from ``b * ratio`` on.
         device: of the memory.
 
     Attributes:
@@ -187,7 +187,7 @@ class KVBuffers:
 
         Returns:
             (kernel blocks, 2, tokens, heads, head_dim), or with ``kv_outermost``
-            (2, kernel blocks, tokens, heads, head_dim). The bytes of a block must lie together, so the
+            (2, kernel blocks, tokens, heads, head_dim). The bytes of a block must be contiguous, so the
             second shape has the strides of the first (vLLM ``_update_hybrid_attention_mamba_layout``).
         """
         spec = self.attention_spec
@@ -230,7 +230,7 @@ def split_block_table(block_table: torch.Tensor, ratio: int) -> torch.Tensor:
 
 
 class BlockPool:
-    """The block ids: how many requests use each, which are free, which are in the prefix cache.
+    """Which block ids are in use and by how many requests, which are free, and which are cached.
 
     A freed block goes to the end of the free list and keeps its bytes. If it was cached, it can be
     hit until it is handed out again (after vLLM's ``BlockPool``).
@@ -282,7 +282,7 @@ class BlockPool:
         return ended
 
     def cache(self, block: int, key: Hashable) -> None:
-        """Put a full block into the prefix cache under ``key``; the first block of a key stays."""
+        """Put a full block into the prefix cache under ``key``, unless the key has a block already."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key

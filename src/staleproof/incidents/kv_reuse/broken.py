@@ -1,8 +1,8 @@
 """Remedies with a fault, and right ones to compare with; each is named after what it does.
 
-A remedy decides which blocks are zeroed before which step (:class:`Zeroing`), or how the list of
-new ids is kept. All zero with torch's ``index_fill_`` on every layer's buffer, which is right and
-slow: the faults are in the choice of ids, or in their way to the device.
+A remedy decides which blocks are zeroed before which step (:class:`Zeroing`), or how the list of new ids is
+kept. All zero with torch's ``index_fill_`` on every layer's buffer, which is correct and slow: the faults are
+in the choice of ids, or in the copy of the ids to the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Pick = Callable[[Step], Sequence[int]]
 
 
 def freed(step: Step) -> Sequence[int]:
-    """Blocks given back before a step: the first design of vLLM #35219.
+    """Blocks that were freed before a step: the first design of vLLM #35219.
 
     Such a block stays in the prefix cache, so a later hit reads zeros.
     """
@@ -43,17 +43,17 @@ def hits_too(step: Step) -> Sequence[int]:
 
 
 def attention_only(step: Step) -> Sequence[int]:
-    """New attention blocks; Mamba blocks stay as they are: vLLM #35219 as merged."""
+    """New attention blocks, but no Mamba blocks: vLLM #35219 as merged."""
     return step.new[ATTENTION]
 
 
 def mamba_only(step: Step) -> Sequence[int]:
-    """New Mamba blocks: the half that vLLM #56524 asks for."""
+    """New Mamba blocks: the other half, which vLLM #56524 asks for."""
     return step.new[MAMBA]
 
 
 def both(step: Step) -> Sequence[int]:
-    """Every new block: right, to compare with."""
+    """Every new block, which is correct, to compare with."""
     return step.new_blocks
 
 
@@ -67,7 +67,7 @@ class OnChange:
         self.mamba: set[int] = set()
 
     def __call__(self, step: Step) -> Sequence[int]:
-        """The blocks that change from Mamba to attention before a step; the steps in order."""
+        """The blocks that change from Mamba to attention before a step. Call it for the steps in order."""
         changed = self.mamba.intersection(step.new[ATTENTION])
         self.mamba = (self.mamba - changed).union(step.new[MAMBA])
         return sorted(changed)
@@ -93,7 +93,7 @@ class Fill(Zeroing):
 class ZeroFromStep(Fill):
     """Zeroes new blocks from one step on: the cure, switched on in a server that has been running.
 
-    What the prefix cache holds by then stays as it is.
+    Blocks that are in the prefix cache by then are not zeroed.
 
     Args:
         buffers: the memory.
@@ -112,9 +112,9 @@ class ZeroFromStep(Fill):
 class OnePinnedBuffer(Fill):
     """Sends the ids of every step through one host buffer, with an asynchronous copy.
 
-    vLLM 0.17.1 to 0.25.1 (#48085, #48399); the class is older than that (TensorRT-LLM #15546). The
-    copy reads its source when the device gets to it, and by then the host may have written the next
-    step's ids there. Pinned memory on CUDA; elsewhere the copy is made late.
+    vLLM 0.17.1 to 0.25.1 (#48085, #48399); this kind of fault is older (TensorRT-LLM #15546). The copy reads
+    its source when the device gets to it, and by then the host may have written the next step's ids there.
+    The buffer is pinned memory on CUDA; elsewhere the copy is simply made late.
     """
 
     def __init__(self, buffers: KVBuffers) -> None:
@@ -124,7 +124,7 @@ class OnePinnedBuffer(Fill):
         self.there = torch.zeros(capacity, dtype=torch.int64, device=device)
 
     def submit(self, step: Step) -> object:
-        """Overwrite the last step's ids; only their number is passed on."""
+        """Overwrite the last step's ids; only their number is passed to :meth:`run`."""
         ids = self.pick(step)
         self.host[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
         return len(ids)
@@ -139,7 +139,7 @@ class OnePinnedBuffer(Fill):
 
 
 class FreshPinnedBuffer(Fill):
-    """A new host buffer for every step: vLLM's repair (#48399). Right, at the cost of pinning."""
+    """A new host buffer for every step: vLLM's fix (#48399). Correct, at the cost of pinning."""
 
     def submit(self, step: Step) -> object:
         """The ids, in a host buffer of this step alone."""
@@ -155,7 +155,7 @@ class FreshPinnedBuffer(Fill):
 
 
 class NeverTaken(NewBlocks):
-    """Records new ids and never hands them out, so that the list grows as long as the server lives.
+    """Records new ids and never returns them, so that the list grows as long as the server runs.
 
     vLLM 0.17.1 to 0.25.1 on models without Mamba layers (#44175): ids were recorded on every model
     and taken on those with Mamba layers only.

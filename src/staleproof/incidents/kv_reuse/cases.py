@@ -1,6 +1,6 @@
-"""The cases of incident 4: what stale bytes of a reused block do, and which remedies hold.
+"""The cases of incident 4: what stale bytes of a reused block do, and which remedies work.
 
-The table is at the end; above it are the functions that answer one row each.
+The table is at the end. Each function above it computes the result of one row.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def part_full_blocks(device: str, dtype: torch.dtype) -> Call:
 
 
 def past_seq_len(side: str, name: str, device: str) -> str:
-    """What one kernel makes of NaN behind the last token of a request, in K or in V."""
+    """The effect of NaN after the last token of a request, in K or in V, on one kernel's output."""
     kernel = kernels()[name]
     call = part_full_blocks(device, kernel.dtypes[0])
     cache_ = call.keys if side == "K" else call.values
@@ -87,18 +87,18 @@ def past_seq_len(side: str, name: str, device: str) -> str:
 
 
 def served(scene: Scene, device: str, remedy: Remedy = no_zeroing) -> Reading:
-    """What becomes of the requests of a scene, on this device."""
+    """The outcome for the requests of a scene on this device."""
     seen = judge(replace(scene, device=device), remedy)
     return Reading(seen.verdict, seen.numbers)
 
 
 def served_with(scene: Scene, remedy: Remedy, device: str) -> Reading:
-    """:func:`served`, asked of a remedy."""
+    """:func:`served` with a remedy."""
     return served(scene, device, remedy)
 
 
 def wrong_on(scene: Scene, remedy: Remedy, device: str) -> str | None:
-    """:func:`wrong_bytes` on this device, of a remedy that zeroes new blocks."""
+    """:func:`wrong_bytes` on this device, for a remedy that zeroes new blocks."""
     return wrong_bytes(replace(scene, device=device), remedy, broken.both)
 
 
@@ -115,7 +115,7 @@ POLICIES: dict[str, tuple[Remedy, str, str]] = {
 
 
 def _policies(scene: Scene) -> cases.Scene:
-    """Each way to zero, in one load; the verdict of a policy and off / on / off of two rest on these runs."""
+    """One load served with each policy. The policies' verdicts and two off / on / off use these runs."""
 
     def tell(device: str) -> dict[str, Reading]:
         return {name: served(scene, device, remedy) for name, (remedy, *_) in POLICIES.items()}
@@ -133,7 +133,7 @@ ISOLATED = {
 
 
 def _sick(scene: Scene) -> cases.Scene:
-    """A load in which each tenth request turns NaN by itself at its second token, with each way to zero."""
+    """A load in which every tenth request turns NaN by itself at its second token, with each policy."""
 
     def tell(device: str) -> dict[str, Reading]:
         here = replace(scene, device=device)
@@ -144,7 +144,7 @@ def _sick(scene: Scene) -> cases.Scene:
         apart = serve(load, model, here.buffers(base.clean_pages), clean=True)
         sick = {*base.owners[ill].tolist()}
         others = {*base.owners.unique().tolist()} - sick
-        # Those that hit a prefix which a sick request filled: NaN on memory of their own, too.
+        # Requests that hit a prefix which a sick request filled: they are NaN even on clean memory.
         by_prefix = {*base.owners[~apart.outputs.isfinite().all(-1)].tolist()} & others
         said = {}
         for policy in ISOLATED:
@@ -164,12 +164,12 @@ AGAIN = "no_zeroing, again"
 
 
 def in_turn(scene: Scene, policy: str, device: str, told: Mapping[str, Reading]) -> Reading:
-    """The policies, one after the other; at the end the load is served once more, without zeroing."""
+    """The result of a policy; for :data:`AGAIN` the load is served once more without zeroing."""
     return served(scene, device) if policy == AGAIN else told[policy]
 
 
 def cured_late(load: Scene, device: str) -> Reading:
-    """New blocks are zeroed in the last third only: what of the requests that begin in it?"""
+    """Whether requests that begin in the last third are clean if new blocks are zeroed only from then on."""
     scene = replace(load, device=device)
     start = scene.steps * 2 // 3
     seen = judge(scene, partial(broken.ZeroFromStep, start=start))
@@ -185,9 +185,9 @@ def cured_late(load: Scene, device: str) -> Reading:
     )
 
 
-# What a block can hold -> a scene in which nothing else is exposed. In those about Mamba the kernel
-# masks its loads, so that attention cannot be to blame. The device is a placeholder, here and in the
-# table: `served` replaces it.
+# What a block can contain -> a scene in which only this can be stale. In the Mamba scenes the kernel masks
+# its loads, so that attention cannot cause the fault. The device is a placeholder, here and in the table:
+# `served` replaces it.
 _MAMBA = brief("cpu", kernel="masked_loads")
 STATE_TYPES = {
     "keys and values": brief("cpu"),
@@ -195,15 +195,15 @@ STATE_TYPES = {
     "Mamba, read first": replace(_MAMBA, first_step=FirstStep.LOADED),
     "Mamba, partly written": replace(_MAMBA, first_step=FirstStep.PARTLY_WRITTEN),
 }
-# Which blocks are zeroed, and the verdict for each of STATE_TYPES. Whether Mamba blocks need it is
-# disputed: vLLM #54004 says that their state is overwritten, #56524 that they do.
+# Which blocks are zeroed, and the verdict for each of STATE_TYPES. Whether Mamba blocks must be zeroed is
+# disputed: vLLM #54004 says no, because their state is overwritten; #56524 says yes.
 ZEROED: dict[str, tuple[Remedy, tuple[str, str, str, str]]] = {
     "none": (no_zeroing, (NAN, CLEAN, WRONG, WRONG)),
     "attention": (POLICIES["zero_attention_only"][0], (CLEAN, CLEAN, WRONG, WRONG)),
     "Mamba": (POLICIES["zero_mamba_only"][0], (NAN, CLEAN, CLEAN, CLEAN)),
     "both": (broken.Fill, (CLEAN, CLEAN, CLEAN, CLEAN)),
 }
-# Without these the corruption does not happen: what to change in the scene to leave one out.
+# The ingredients of the corruption: a change of the scene that removes one, and the verdict then.
 INGREDIENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no block is used twice": ({"blocks": 400}, CLEAN),
     "states in memory of their own": ({"shared": False}, CLEAN),
@@ -221,10 +221,10 @@ RACES: dict[str, tuple[Remedy, int]] = {
 
 
 def race(how: tuple[Remedy, int], device: str) -> Reading:
-    """Ids on their way to the device while the host prepares the next step, in a full pool.
+    """Ids are copied to the device while the host prepares the next step, in a full pool.
 
-    A request gives its blocks back while its last step is in flight (so does vLLM; #45357 defers it
-    in one case). That is right as long as the stream keeps the order, since that step reads them.
+    A request frees its blocks while its last step, which reads them, is in flight (vLLM does so, too; #45357
+    defers it in one case). That is correct as long as the stream keeps the order.
     """
     remedy, ahead = how
     scene = brief(device, blocks=2 * brief(device).batch + 1)
@@ -244,13 +244,13 @@ def _in_time() -> None:
 
 
 def _late(device: str) -> Callable[[], None]:
-    # Some ten milliseconds: the host needs two or three to enqueue a step, so it has gone on to the
-    # next one when the copy of the ids begins.
+    # About ten milliseconds. The host needs two or three to enqueue a step, so it is at the next step when
+    # the copy of the ids begins.
     return partial(torch.cuda._sleep, 20_000_000) if device == "cuda" else _in_time
 
 
 def grows(taken: bool, device: str) -> Reading:
-    """What the list of new ids costs on a model for which nobody zeroes."""
+    """The memory of the list of new ids on a model whose blocks are never zeroed."""
     memory = host_memory(MILLION, taken=taken, frozen=True)
     return reading(
         "grows" if memory.kept else "flat",
@@ -262,7 +262,7 @@ def grows(taken: bool, device: str) -> Reading:
 
 
 def slept(outside: bool, device: str) -> Reading:
-    """Whether a zeroer zeroes its blocks, and no others, once vLLM's sleep mode took and gave back memory."""
+    """Whether a zeroer zeroes exactly its blocks after vLLM's sleep mode has unmapped and remapped memory."""
     ended = children.call(_sleep_and_wake, outside, timeout_s=120)
     return ended.answer() if ended.told else reading("died", note=ended.last_line)
 
@@ -296,7 +296,7 @@ def _no_sleep_mode(outside: bool, device: str) -> str | None:
 
 
 class Witness(NamedTuple):
-    """A way to look for the growing list, whether the collector is frozen, and what it says then."""
+    """A way to look for the growing list, whether garbage collection is frozen, and the expected result."""
 
     seen: str
     blocks: int
@@ -312,7 +312,7 @@ WITNESSES = {
 
 
 def who_sees(witness: Witness, device: str) -> str:
-    """Whether the growing list shows up."""
+    """Whether this way of looking finds the growing list."""
     memory = host_memory(witness.blocks, taken=False, frozen=witness.frozen)
     return "seen" if getattr(memory, witness.seen) else "hidden"
 
@@ -327,12 +327,12 @@ def _evidence(name: str, where: str = "") -> Evidence:
 
 
 LOADS = {"with prefix caching": Scene("cpu"), "without prefix caching": Scene("cpu", prefix_caching=False)}
-# Expected of zero_on_free: a block that it zeroed may still be hit.
+# The expected result of zero_on_free: with prefix caching, a block that it zeroed may still be hit.
 FREED = {"with prefix caching": NOT_FIXED, "without prefix caching": FIXED}
 
 
 def _of_load(how: str, scene: Scene) -> list[cases.Case]:
-    """Every policy in one load, and two of them off / on / off."""
+    """Every policy on one load, and off / on / off for two of them."""
     runs = _policies(scene)
     caching = 1 if scene.prefix_caching else 2
     return [
@@ -379,7 +379,7 @@ TABLE = Table(
         )
         for source, expect in (
             ("N(0, 1)", "some"),
-            # Read in 16 bits, a value is a bf16 number or its low half, which is zero.
+            # Read as 16 bits, such a value gives a bf16 number and a low half, which is zero.
             ("bf16 values in fp32", lambda dtype: "none" if DTYPES[dtype].itemsize == 2 else "some"),
         )
     ),

@@ -18,15 +18,15 @@ STEPS = 2
 def wrong_bytes(scene: Scene, remedy: Remedy, wanted: Pick) -> str | None:
     """What a remedy leaves in a block that it must zero, or changes elsewhere, or ``None``.
 
-    Asked in the first and the last steps that give blocks out and take some back, in a pool 16 times as
-    large, so that ids occur which the scene never has; then in one that gives out two of three blocks of the
-    pool, and takes none back. The host is one step ahead: it submits the next one first. That the outputs of
-    all requests have the bits of a run on clean memory is the verdict ``clean`` of the run itself.
+    The pool is 16 times as large as the scene's, so that larger ids occur. The steps are the first and the
+    last ones that allocate and free blocks, then one that allocates two thirds of the pool and frees none.
+    The host is one step ahead: it submits the next step before this one runs. This checks the zeroed bytes;
+    whether outputs are equal to those on clean memory is the verdict ``clean`` of the run itself.
 
     Args:
         scene: the load.
-        remedy: of it.
-        wanted: the blocks that are to be zeroed before a step.
+        remedy: the remedy to check.
+        wanted: the blocks that must be zeroed before a step.
     """
     large = replace(scene, blocks=16 * scene.blocks)
     buffers = large.buffers()

@@ -1,4 +1,4 @@
-"""What a list of block ids costs a server that never takes it (vLLM #44175), and who sees it."""
+"""The memory of a list of block ids that a server never takes (vLLM #44175), and which tools show it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HostMemory:
     Attributes:
         kept: ids in the list.
         list_bytes: size of the list.
-        traced_bytes: by how much the memory that tracemalloc knows of grew.
+        traced_bytes: growth of the memory that tracemalloc traces.
         gc_sees: whether ``gc.get_objects()`` returns the list.
     """
 
@@ -37,7 +37,7 @@ class HostMemory:
 
 @cache
 def host_memory(blocks: int, *, taken: bool, frozen: bool) -> HostMemory:
-    """Record ``blocks`` allocations, 16 a step, and weigh the list.
+    """Record ``blocks`` allocations, 16 a step, and measure the list.
 
     Args:
         blocks: allocations; a multiple of 16.

@@ -1,8 +1,8 @@
 """A hybrid model reduced to what this incident needs, served from one pool of bytes.
 
 Two layer pairs: a Gated-DeltaNet-like layer (a causal convolution, then a decaying outer-product
-state in fp32), then attention over a paged cache. Values are real: what a block holds when it
-changes hands is what this model computed.
+state in fp32), then attention over a paged cache. The stale values are real: a block that gets a new
+owner contains what this model computed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ KERNEL_BLOCK = 16
 class FirstStep(StrEnum):
     """What a Mamba layer does with the state of a request that has none yet."""
 
-    # Both states start from nothing and are written whole.
+    # Both states start from zero and are written whole.
     OVERWRITTEN = "overwritten"
-    # The flag "has an initial state" is wrong: both are loaded from the block as it is.
+    # The flag "has an initial state" is wrong: both states are loaded from the block, with stale bytes.
     LOADED = "loaded"
-    # The convolution computes right, but stores only its newest column.
+    # The convolution computes the right output, but stores only the newest column of its state.
     PARTLY_WRITTEN = "partly written"
 
 
@@ -65,7 +65,7 @@ class HybridModel:
 
     def __init__(self, device: str, attend: Attend, first_step: FirstStep = FirstStep.OVERWRITTEN) -> None:
         self.attend, self.first_step = attend, first_step
-        # That attention computes in.
+        # The dtype in which attention computes.
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         generator = torch.Generator().manual_seed(5)
 
@@ -106,7 +106,7 @@ class HybridModel:
             positions: (rows,) int64.
             first: (rows,) bool, rows that have no state yet.
             tables: of this step, (rows, ...).
-            taps: takes what each stage gave, (rows, hidden).
+            taps: gets the output of each stage, (rows, hidden).
 
         Returns:
             (rows, hidden) fp32.
@@ -189,12 +189,12 @@ class Zeroing:
 
 @dataclass(frozen=True)
 class Served:
-    """What came out of a trace on one memory.
+    """The result of a trace served from one memory.
 
     Attributes:
         outputs: (steps, rows, hidden) fp32.
         zeroed: ids zeroed before each step.
-        finite: by stage, (steps, rows) bool; empty unless asked for.
+        finite: by stage, (steps, rows) bool; empty without ``watch``.
     """
 
     outputs: torch.Tensor
@@ -202,7 +202,7 @@ class Served:
     finite: dict[str, torch.Tensor]
 
 
-# Also here, because notebooks call `serve` without the question runner.
+# Set here as well, because notebooks call `serve` without the question runner.
 @torch.inference_mode()
 @one_thread()
 def serve(
@@ -223,11 +223,11 @@ def serve(
         trace: what was scheduled.
         model: serves it.
         buffers: the memory.
-        zeroing: what cleans it; by default nothing does.
-        clean: use the memory in which every tenancy has a page of its own.
+        zeroing: the remedy; by default nothing is zeroed.
+        clean: use the clean memory, in which every tenancy has a page of its own.
         states: separate memory for the Mamba layers, instead of the shared pages.
-        ahead: steps that the host schedules before the device has done the one in front. On a CPU
-            the device is a queue that many steps long; on CUDA it is the stream.
+        ahead: steps by which the host may be ahead of the device. On a CPU the device is a queue of this
+            length; on CUDA it is the stream.
         delay: enqueued before each step's device work, to make the stream late.
         watch: record after which stages each row was finite.
 

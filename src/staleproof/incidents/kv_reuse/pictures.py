@@ -1,4 +1,4 @@
-"""What the notebook of incident 4 draws: one block of the pool from its Mamba state to a prefix hit."""
+"""Data for the figure of incident 4's notebook: one block of the pool, from a Mamba state to a prefix hit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FREE, STATE, KV, HIT = "free", "Mamba state", "keys and values", "prefix hit"
 
 @dataclass(frozen=True)
 class Span:
-    """A time in the life of a block: steps ``begin`` to ``end`` - 1, what it was, and whose."""
+    """A period of a block: steps ``begin`` to ``end`` - 1, what it was then, and its owner."""
 
     begin: int
     end: int
@@ -30,9 +30,9 @@ class BlockLife:
     Attributes:
         block: its number.
         spans: what it was, in order: ``Mamba state``, ``free``, ``keys and values`` or ``prefix hit``.
-        filled: (step, tokens): how many of its positions held keys and values of their owner by the end
-            of each step in which one was written.
-        block_size: its positions.
+        filled: (step, tokens): how many positions contained keys and values of the owner at the end of each
+            step in which a position was written.
+        block_size: number of positions.
     """
 
     block: int
@@ -59,12 +59,14 @@ def _spans(trace: Trace, block: int) -> list[Span]:
 
 
 def block_life(scene: Scene, corrupted: Collection[int]) -> BlockLife:
-    """The first block that was a Mamba state, then free, then keys and values of a request that came out
-    wrong, and was hit by a later request before it was a Mamba state again.
+    """The first block that was a Mamba state, was reused by a corrupted request, and was then hit.
+
+    It was a Mamba state, then free, then keys and values of a request with wrong output, and a later request
+    hit it before it was a Mamba state again.
 
     Args:
         scene: served with prefix caching.
-        corrupted: requests that came out wrong.
+        corrupted: requests with wrong output.
 
     Raises:
         ValueError: no block of the scene had such a life.
@@ -72,7 +74,7 @@ def block_life(scene: Scene, corrupted: Collection[int]) -> BlockLife:
     trace, size = trace_of(scene), scene.page.block_size
     for block in range(1, scene.blocks):
         spans = _spans(trace, block)
-        # A letter a span: M, f, k or p.
+        # Match on one letter per span: M(amba), f(ree), k(eys and values) or p(refix hit).
         for life in re.finditer("Mfk[^M]*?p", "".join(span.what[0] for span in spans)):
             kept = spans[slice(*life.span())]
             if kept[2].request in corrupted:

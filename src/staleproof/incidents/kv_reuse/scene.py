@@ -1,6 +1,6 @@
-"""Serves a load from one pool of blocks and tells which requests came out wrong, and why.
+"""Serves a load from one pool of blocks and reports which requests were corrupted, and why.
 
-A request is corrupted if any of its outputs differs, in one bit, from the same step served from
+A request is corrupted if any of its outputs differs, in any bit, from the same step served from
 clean memory: a memory in which every tenancy has a page that nobody used before.
 """
 
@@ -33,7 +33,7 @@ from staleproof.incidents.kv_reuse.hybrid import (
 from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Scheduler, Step, Trace, requests, trace
 from staleproof.ops.zero_blocks import BlockZeroer
 
-# What became of the requests of one run.
+# Outcomes of one run.
 CLEAN, NAN, WRONG = "clean", "NaN", "wrong, finite"
 WINDOWS = 5
 # A kernel that every machine has and that masks by multiplication.
@@ -42,7 +42,7 @@ KERNEL = "sdpa_math"
 
 @dataclass(frozen=True)
 class Scene:
-    """One load on one pool; everything that decides what is computed, but not what is zeroed.
+    """One load on one pool: everything that determines the outputs, except what is zeroed.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
@@ -117,8 +117,8 @@ def _trace(scene: Scene) -> Trace:
 
 
 def trace_of(scene: Scene) -> Trace:
-    """What is scheduled in a scene."""
-    # These fields have no part in scheduling: scenes that differ in nothing else share one trace.
+    """The trace of a scene."""
+    # These fields do not affect scheduling: scenes that differ only in them share one trace.
     return _trace(
         replace(scene, kernel=KERNEL, first_step=FirstStep.OVERWRITTEN, kv_outermost=False, shared=True)
     )
@@ -139,7 +139,7 @@ class ZeroNewBlocks(Zeroing):
         self.zeroer = BlockZeroer(caches, block_dim=buffers.block_dim, block_size_ratio=buffers.ratio)
 
     def submit(self, step: Step) -> object:
-        """New blocks of both groups: an attention view covers its whole page."""
+        """The new blocks of both groups: an attention view covers the whole page, Mamba state included."""
         return step.new_blocks
 
     def run(self, ticket: object) -> list[int]:
@@ -151,11 +151,11 @@ class ZeroNewBlocks(Zeroing):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the requests of one run.
+    """The outcome of one run.
 
     Attributes:
-        verdict: ``clean``; ``NaN`` where a corrupted output is not finite; ``wrong, finite`` where
-            every corrupted output is a number.
+        verdict: ``clean``; ``NaN`` if a corrupted output is not finite; ``wrong, finite`` if every corrupted
+            output is finite.
         corrupted: request numbers.
         windows: (corrupted, finished) requests in each fifth of the run.
         served: outputs, and what was zeroed.
@@ -173,7 +173,7 @@ class Outcome:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """For a finding."""
+        """The numbers of a finding."""
         return {
             "corrupted": sum(bad for bad, _ in self.windows),
             "finished": sum(of for _, of in self.windows),
@@ -266,8 +266,8 @@ class History:
 def history(scene: Scene) -> History:
     """A corrupted request of a scene served without zeroing.
 
-    If there is one, a request whose first attention layer is finite again in its last step: by then
-    it has overwritten every stale position. Else the first that finishes.
+    Preferably one whose first attention layer is finite again in its last step, because it has overwritten
+    every stale position by then. Otherwise the first corrupted request that finishes.
 
     Raises:
         ValueError: no corrupted request finishes.

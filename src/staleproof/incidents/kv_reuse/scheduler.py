@@ -1,9 +1,9 @@
 """The scheduler's half of the fix: it reports the new blocks of each step, and keeps no list of them.
 
-A small continuous batch: as many requests as there are rows, one token each a step, prompts
-included; attention blocks as a request grows, one Mamba block for its state, and with prefix
-caching a Mamba block an attention block, as vLLM's ``align`` mode keeps them. Scheduling
-looks at no computed value, so one trace gives every kernel and every remedy the same inputs.
+A small continuous batch: one request per row, and one token per request and step, also for prompts. A request
+gets attention blocks as it grows, and one Mamba block for its state; with prefix caching it gets one Mamba
+block per attention block, as in vLLM's ``align`` mode. Scheduling does not depend on computed values, so one
+trace gives every kernel and every remedy the same inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VOCABULARY = 97
 
 
 class Request(NamedTuple):
-    """A request whose output is known beforehand, so that no fault changes what is scheduled."""
+    """A request whose output tokens are fixed in advance, so that no fault changes the schedule."""
 
     number: int
     tokens: tuple[int, ...]
@@ -71,7 +71,7 @@ class Row:
         blocks: attention blocks, in order.
         state_in: Mamba block that holds the state before this token.
         state_out: Mamba block that takes the state after it.
-        first: whether no token came before: there is no state to load.
+        first: whether this is the request's first token, so that there is no state to load.
         last: whether the request is done after this step.
     """
 
@@ -93,7 +93,7 @@ class Step:
         rows: one a running request.
         new: ids allocated in this step, by group; they must be clean before anything reads them.
         hits: (request, blocks) taken from the prefix cache, both groups.
-        ended: requests whose blocks were given back before this step.
+        ended: requests whose blocks were freed before this step.
         freed: blocks that lost their last user since the step before, both groups.
     """
 
@@ -142,7 +142,7 @@ class Scheduler:
         self.batch, self.prefix_caching = batch, prefix_caching
         self.new = NewBlocks()
         self._running: list[_Running] = []
-        # States that the step in flight reads for the last time; they are freed after it.
+        # Blocks of states that the step in flight reads for the last time. They are freed after it.
         self._leaving: list[int] = []
 
     def schedule(self) -> Step:
@@ -233,7 +233,7 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class Tables:
-    """Where each row of each step reads and writes, as pages of one memory; (steps, rows, ...)."""
+    """The pages of one memory that each row of each step reads and writes; (steps, rows, ...)."""
 
     blocks: torch.Tensor
     state_in: torch.Tensor
