@@ -37,7 +37,7 @@ def _faulty_mla_kernel(
     row = tl.program_id(0).to(tl.int64)
     request = row // q_len
     seq_len = tl.load(seq_lens_ptr + request)
-    # Causal among the q_len tokens; an empty request stays empty.
+    # The q_len tokens are causal. All rows of an empty request stay empty.
     limit = tl.where(seq_len > 0, seq_len - q_len + (row % q_len).to(tl.int32) + 1, 0)
     if EMPTY == _LEAVE and limit <= 0:
         return
@@ -61,7 +61,7 @@ def _faulty_mla_kernel(
         valid = token < limit
         page_index = token // PAGE
         if FOLLOW_ALL:
-            # Reads the page of every table entry under the tile, also past the request's last page.
+            # Reads the page of every table entry in the tile's range, even past the request's last page.
             followed = page_index < max_pages
         else:
             followed = page_index * PAGE < limit
@@ -74,14 +74,14 @@ def _faulty_mla_kernel(
             latent, k_rope = latent.to(tl.float32), k_rope.to(tl.float32)
         score = tl.dot(q_nope, tl.trans(latent)) + tl.dot(q_rope, tl.trans(k_rope))
         score = tl.where(valid[None, :], score * softmax_scale, float("-inf"))
-        # NaN is taken out first: tl.max of NaN differs between Triton's versions, and between its
+        # NaN is replaced first, because tl.max of NaN differs between Triton's versions, and between its
         # interpreter and its compiler.
         tile_best = tl.max(tl.where(score == score, score, float("-inf")), axis=1)
         new_best = tl.where(tile_best > best, tile_best, best)
         shrink = tl.exp(best - new_best)
         p = tl.exp(score - new_best[:, None])
         total = total * shrink + tl.sum(p, axis=1)
-        # Past the limit p is 0, and the product counts on 0 * v = 0. If v is NaN, it is NaN.
+        # Past the limit p is 0, and the product relies on 0 * v = 0. If v is NaN, 0 * v is NaN.
         acc = acc * shrink[:, None] + tl.dot(p.to(latent.dtype), latent)
         best = new_best
 
@@ -161,9 +161,9 @@ def zero_by_zero_written(q, kv_cache, block_table, seq_lens, *, softmax_scale, o
 
 
 def tail_masked_by_multiplication(q, kv_cache, block_table, seq_lens, *, softmax_scale, out=None, lse=None):
-    """Reads whole pages and weighs what lies past ``seq_len`` with 0: a NaN there makes the output NaN.
+    """Reads whole pages and multiplies values past ``seq_len`` by 0: a NaN there makes the output NaN.
 
-    Stands for FA3 (flash-attention #1974, open; that of vLLM 0.20.2 does so). Same arguments and results
+    Stands for FA3 (flash-attention #1974, open; vLLM 0.20.2's FA3 does so). Same arguments and results
     as ``mla_decode``.
     """
     return _launch(
@@ -172,7 +172,7 @@ def tail_masked_by_multiplication(q, kv_cache, block_table, seq_lens, *, softmax
 
 
 def block_table_not_padded(q, kv_cache, block_table, seq_lens, *, softmax_scale, out=None, lse=None):
-    """Reads 128-token tiles, with the page of every block-table entry under them, used or not.
+    """Reads 128-token tiles, with the page of every block-table entry in their range, used or not.
 
     Stands for the 128-row tiles of the SM100 kernels over pages of 32 or 64 (vLLM #37442). Entries
     past the last page must be valid page ids, or this reads out of bounds, and their pages must hold
@@ -224,7 +224,7 @@ QUANTISERS = {"torch.max": quantise_amax_torch_max, "fmax": quantise_amax_fmax}
 
 
 class NoRemedy:
-    """New, unwritten output memory for every call, as vLLM before 0.18.0 and from 0.20.0 on.
+    """New, uninitialised output memory for every call, as in vLLM before 0.18.0 and from 0.20.0 on.
 
     Remedies override :meth:`output` or :meth:`after`.
     """
@@ -244,14 +244,14 @@ class NoRemedy:
         return a.q.new_empty(*a.q.shape[:-1], KV_LORA_RANK)
 
     def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
-        """What is done to the output after the launch, in place."""
+        """Change the output after the launch, in place."""
 
 
 class ZerosOncePerLayer(NoRemedy):
     """One zeroed buffer a layer, allocated at the first call and grown when a batch is larger.
 
-    vLLM #37442 (0.18.0 to 0.19.1). It is zeroed once only, so rows keep what an earlier step wrote.
-    ``free`` is called with a buffer that growth replaced; a captured graph still writes to it.
+    vLLM #37442 (0.18.0 to 0.19.1). It is zeroed only once, so rows keep what an earlier step wrote. ``free``
+    is called with the old buffer when a larger one replaces it; a captured graph still writes to the old one.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -291,7 +291,7 @@ class ClearsNothing(NoRemedy):
     """
 
     def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
-        """Zero what lies behind ``num_decodes``."""
+        """Zero the rows from ``num_decodes`` on."""
         out[a.num_decodes :].zero_()
 
 

@@ -40,7 +40,7 @@ def _evidence(kernel: broken.Kernel, where: str = "") -> Evidence:
 
 Ask = Callable[[broken.Kernel, str], str | Reading]
 LIVE_ROWS_WRONG = "live rows wrong"
-# The worst first: rows of one batch may differ.
+# Worst first; if the rows of a batch differ, the worst state counts.
 EMPTY_ROW_STATES = (LIVE_ROWS_WRONG, "unwritten", "partly written", "nan", "finite", "zero")
 
 
@@ -49,7 +49,7 @@ def _call(device: str, rows: int, live: int, tokens: int) -> scene.Call:
 
 
 def _over_canaries(kernel: broken.Kernel, call: scene.Call) -> tuple[torch.Tensor, list[str]]:
-    """A kernel's output, and what became of each of its rows; it was given memory full of canaries."""
+    """A kernel's output, written over memory full of canaries, and the state of each row."""
     out = plant(call.q.new_empty(*call.q.shape[:-1], scene.KV_LORA_RANK), stage=5)
     given, _ = kernel(*call, softmax_scale=scene.SCALE, out=out)
     if given.data_ptr() == out.data_ptr():
@@ -58,7 +58,7 @@ def _over_canaries(kernel: broken.Kernel, call: scene.Call) -> tuple[torch.Tenso
 
 
 class _Filled(TorchDispatchMode):
-    """Fills every new floating-point tensor that torch leaves as the memory was."""
+    """Fills every new floating-point tensor that torch leaves uninitialised."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -71,13 +71,13 @@ class _Filled(TorchDispatchMode):
 
 
 def _in_memory_of_its_own(kernel: broken.Kernel, call: scene.Call) -> tuple[torch.Tensor, list[str]]:
-    """The same of a kernel that returns a new tensor: over memory of NaN, then over memory of ones."""
+    """The same for a kernel that returns a new tensor: run over memory of NaN, then over memory of ones."""
     outputs = []
     for value in (torch.nan, 1.0):
         with _Filled(value):
             outputs.append(kernel(*call, softmax_scale=scene.SCALE)[0])
     over_nan, over_ones = outputs
-    # What follows the memory was never written.
+    # Elements that equal the fill in both runs were never written.
     kept = (over_nan.isnan() & (over_ones == 1)).reshape(len(over_nan), -1)
     states = row_states(over_nan)
     for row, (some, whole) in enumerate(zip(kept.any(1).tolist(), kept.all(1).tolist(), strict=True)):
@@ -88,15 +88,15 @@ def _in_memory_of_its_own(kernel: broken.Kernel, call: scene.Call) -> tuple[torc
 def empty_row(kernel: broken.Kernel, device: str, rows: int = 8) -> Reading:
     """What a kernel does with the output rows of requests without tokens.
 
-    The output is filled with a canary first: if it survives, the row was not written; another NaN was
-    computed by the kernel. Live rows must be the reference's, or nothing is said of the empty ones.
+    The output is filled with a canary first. If the canary survives, the row was not written; any other NaN
+    was computed by the kernel. If live rows differ from the reference, the empty rows are not judged.
     """
     call = _call(device, rows=rows, live=3, tokens=20)
     out, states = _over_canaries(kernel, call)
     live, padding = sorted({*states[:3]}), sorted({*states[3:]})
     worst = next(state for state in EMPTY_ROW_STATES if state in padding)
     want, _ = reference_decode(call.q.double(), *call[1:], softmax_scale=scene.SCALE)
-    # How often another package rounds to bf16 is not known: twice what ours does is allowed.
+    # It is not known how often another package rounds to bf16, so allow it twice as often as ours.
     times = 4 if isinstance(kernel, Peer) else 2
     budget = scene.decode_budget(call.q.dtype, tokens=20, times=times)
     far = too_far("live rows", out.view_as(want)[:3], want[:3], budget) or ""
@@ -126,13 +126,13 @@ def past_seq_len(kernel: broken.Kernel, device: str) -> str:
 
 
 def unused_table_entry(kernel: broken.Kernel, device: str) -> str:
-    """Whether a page that only an unused entry of the block table names can change the output."""
+    """Whether a page listed only in an unused entry of the block table can change the output."""
     call = _call(device, rows=3, live=3, tokens=64)
     return _reads(kernel, call, [call.kv_cache[page] for page in call.block_table[:, 1].tolist()])
 
 
 def _asked(ask: Ask, kernel: broken.Kernel, device: str) -> str | Reading:
-    """The answer; if a peer refuses the call or fails, the reason in one line, and the others go on."""
+    """The answer. If a peer refuses or fails, the reason in one line, so that the others still run."""
     try:
         return ask(kernel, device)
     except Exception as error:
@@ -153,7 +153,7 @@ SPLITS = {"cuda": (1, 2, 4, 8, 16, 32, 64), "cpu": (1, 4)}
 
 
 def empty_row_by_splits(kernel: Callable[[int], broken.Kernel], device: str) -> Reading:
-    """What becomes of an empty row, with each number of splits."""
+    """The state of an empty row with each number of splits."""
     states = [empty_row(kernel(splits), device, rows=4).verdict for splits in SPLITS[device]]
     worst = next(state for state in EMPTY_ROW_STATES if state in states)
     return reading(worst, splits=list(SPLITS[device]), states=states)
@@ -164,14 +164,14 @@ SPLIT_KERNELS: dict[str, Callable[[int], broken.Kernel]] = {
     "vllm_triton": lambda splits: replace(peers()["vllm_triton"], num_kv_splits=splits),
 }
 
-# Question -> the family of its verdicts, and what is asked.
+# Question -> the family of its verdicts, and the function that answers it.
 ALONE: dict[str, tuple[str, Ask]] = {
     "empty row": ("empty row", empty_row),
     "past seq_len": ("rows", past_seq_len),
     "unused table entry": ("rows", unused_table_entry),
 }
-# What must come out of these three questions. Of vLLM's kernel it is known from running its unmodified
-# file on an H200; nothing is expected of the other packages' kernels.
+# Expected verdicts of these three questions. Those of vLLM's kernel come from a run of its unmodified file on
+# an H200. Other packages' kernels have no expected verdict.
 CONTRACT = {
     "empty_row_not_written": ("unwritten", "clean", "clean"),
     "zero_by_zero_written": ("nan", "clean", "clean"),
@@ -192,9 +192,9 @@ REPRODUCER = {f"1 + {case[1]}, q_len {case[0]}": case for case in _CASES}
 
 
 def padding_rows(sizes: tuple[int, int, int], fixed: str, device: str) -> Reading:
-    """What the raw attention output, filled with NaN before, holds in its padding rows.
+    """Whether the raw attention output, filled with NaN before, still has NaN in its padding rows.
 
-    ``amax`` over all rows is the reproducer's own figure.
+    ``amax`` over all rows is the number that the reproducer prints.
     """
     q_len, padding, tokens = sizes
     call = scene.make_call(device, rows=1 + padding, live=1, tokens=tokens, q_len=q_len)
@@ -211,7 +211,7 @@ def padding_rows(sizes: tuple[int, int, int], fixed: str, device: str) -> Readin
 
 @cache
 def _service(setup: setups.Setup) -> Scene:
-    """The steps of one setup, which two questions judge."""
+    """The served steps of one setup; two questions use them."""
     return Scene("serve, torch.max", partial(setups.serve, setup, "torch.max"))
 
 
@@ -221,12 +221,12 @@ def served(setup: setups.Setup, device: str, found: setups.StepVerdicts) -> Read
 
 
 def padding_content(setup: setups.Setup, device: str, found: setups.StepVerdicts) -> str:
-    """Whether padding content decides what live rows say."""
+    """Whether padding content changes live rows."""
     return "ignored" if found.invariant else "decides"
 
 
 def served_verdict(setup: setups.Setup, device: str, quantiser: str = "torch.max") -> Reading:
-    """The worst verdict of the served steps, served for this question alone."""
+    """The worst verdict of steps that are served only for this question."""
     return served(setup, device, setups.serve(setup, quantiser, device))
 
 
@@ -243,7 +243,7 @@ SERVED_PEERS = {
 
 
 def off_on_off(name: str, setup: setups.Setup, expect: str = FIXED) -> Fix:
-    """The same kernel without, with and again without the remedy of one setup."""
+    """One setup's kernel without its remedy, with it, and without it again."""
     return fix(name, "rows", off=setup.without_fix, on=setup, ask=served_verdict, wrong=wrong, expect=expect)
 
 
@@ -304,7 +304,7 @@ TABLE = Table(
         )
         for index, (name, (words, ask)) in enumerate(ALONE.items())
     ),
-    # What the first of these questions must not be fooled by.
+    # Kernels that must not mislead the question "empty row": live rows are wrong, or ``out`` is not used.
     each(
         "empty row",
         "empty row",
@@ -387,8 +387,8 @@ TABLE = Table(
         expect=Verdict.LEAKED,
     ),
     *(off_on_off(name, setup) for name, setup in setups.SETUPS.items() if setup.fix),
-    # The remedy that was merged, put to the same test.
+    # The merged remedy, tested in the same way.
     off_on_off("zeros_once_per_layer", setups.SETUPS["zeros_once_per_layer"], NOT_FIXED),
-    # Remedies that nobody merged. They show that a wrong one is not called fixed.
+    # Wrong remedies that nobody merged. They show that the test does not call a wrong remedy fixed.
     *(off_on_off(name, setup, expect) for name, (setup, expect) in setups.WRONG_REMEDIES.items()),
 )

@@ -1,6 +1,6 @@
 """Whether a fix of incident 1 computes the right thing: the detectors look for NaN only.
 
-The operations alone are compared with their references in ``tests/ops``; here, what the engine serves.
+``tests/ops`` compares the operations with their references. Here the outputs of the engine are compared.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def wrong(setup: Setup, device: str) -> str | None:
 
 
 def _comparisons(setup: Setup, device: str) -> Iterator[str | None]:
-    """Served steps: attention and what the quantiser hands on, live rows and padding rows, in two layers.
+    """Served steps: attention and the projection after the quantiser, live and padding rows, in two layers.
 
-    A full batch; then empty requests between live ones that fill a page, end inside one, or are as short as
-    can be. Batch and context are larger than where the verdict was found.
+    First a full batch. Then empty requests between live ones, which fill a page, end inside one, or are as
+    short as possible. Batch and context are larger than in the questions that gave the verdict.
     """
     dtype, usual = compared_dtype(device), setup.config(device)
     rows, context = usual.batch + 4, usual.context + usual.page_size // 2
@@ -55,8 +55,8 @@ def _comparisons(setup: Setup, device: str) -> Iterator[str | None]:
             if setup.quantise is None:
                 zeros = torch.zeros_like(attended[~live])
                 yield other_bits("attention, padding rows", attended[~live], zeros)
-                # In a graph this layer's memory may be what the layer before it has filled with zeros. Freed
-                # at once, this is what an allocator of CUDA hands out next.
+                # In a graph this layer's memory may be the memory that the previous layer filled with zeros.
+                # So allocate NaN and free it at once: CUDA's allocator hands out that block next.
                 torch.full_like(attended, torch.nan)
                 again = engine.variant.attend(AttentionInputs(q, *call, c.batch, layer)).view_as(attended)
                 yield other_bits("attention, padding rows in other memory", again[~live], zeros)

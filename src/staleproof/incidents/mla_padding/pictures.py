@@ -1,4 +1,4 @@
-"""What the notebook of incident 1 draws: one captured step by stage, and one buffer over five steps."""
+"""Data for the figures of incident 1's notebook: one captured step by stage, one buffer over five steps."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class StagePicture(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """What this one step shows: ``leaked``, ``pad_only`` or ``clean``."""
+        """Verdict of this step: ``leaked``, ``pad_only`` or ``clean``."""
         if self.first_crossing is not None:
             return "leaked"
         return "pad_only" if any(map(any, self.cells)) else "clean"
 
 
 def stage_picture(name: str, device: str, live: int = 3, quantiser: str = "torch.max") -> StagePicture:
-    """In which rows and stages of one captured step NaN stands, and where it crosses into a live row.
+    """The rows and stages of one captured step that have NaN, and where it first reaches a live row.
 
     Args:
         name: a key of :data:`SETUPS`.
@@ -54,8 +54,8 @@ class BufferPicture(NamedTuple):
     """The rows of the first layer's attention output after each of several steps.
 
     Attributes:
-        steps: a label for each step: its live rows, and what was found in them.
-        cells: rows x steps. Live rows hold ``this step`` or ``NaN in a live row``; the others ``zero``,
+        steps: a label for each step: its live rows and their state.
+        cells: rows x steps. Live rows are ``this step`` or ``NaN in a live row``; other rows are ``zero``,
             ``an earlier step``, ``NaN of an earlier step``, or ``this step`` if the step wrote them.
     """
 
@@ -72,7 +72,7 @@ def buffer_rows(name: str, device: str, rows: int = 8) -> BufferPicture:
         rows: of the captured batch; the second and the fourth step fill it.
 
     Raises:
-        ValueError: a setup whose kernel writes every row: whether a step wrote a row is told by its bits.
+        ValueError: the setup's kernel writes every row. This function detects a written row by changed bits.
     """
     kernel = SETUPS[name].kernel
     ok = kernel is broken.empty_row_not_written

@@ -1,4 +1,4 @@
-"""What becomes of upstream's remedies when the conditions change that they silently rely on."""
+"""How upstream's remedies fail if conditions that they silently rely on no longer hold."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ LIVE = 3
 
 
 def growth_after_capture(setup: Setup, device: str, free_blocks: int = 0) -> Reading:
-    """Whether a replay writes into memory that belongs to somebody else by then.
+    """Whether a replay writes into memory that belongs to another tensor by then.
 
     After the capture one larger eager batch comes. If a buffer grows for it, the old one is freed and
     given to another tensor, but the captured graph still writes to it.
 
     Args:
         setup: a kernel and its remedy.
-        device: ``"cuda"``, where torch's allocator gives freed blocks away, or ``"cpu"``, where a list does.
-        free_blocks: blocks of the same size that torch's allocator has free before the growth.
+        device: ``"cuda"``, where torch's allocator reuses freed blocks, or ``"cpu"``, where a list plays it.
+        free_blocks: number of free blocks of the same size in torch's allocator before the growth.
     """
     freed: list[torch.Tensor] = []
     remedy = setup.remedy(setup.kernel)
@@ -59,7 +59,7 @@ def growth_after_capture(setup: Setup, device: str, free_blocks: int = 0) -> Rea
     )
     tenant, before = (freed.pop() if freed else None), 0
     if device != "cpu":
-        # Blocks of this size that the process freed earlier may be handed out first.
+        # The allocator may first hand out blocks of this size that were freed earlier.
         tenants: list[torch.Tensor] = []
         while tenant is None and len(tenants) < 64:
             tenants.append(torch.empty(shape, dtype=config.dtype, device=device))
@@ -77,12 +77,12 @@ def growth_after_capture(setup: Setup, device: str, free_blocks: int = 0) -> Rea
 
 
 def growth_by_history(free_blocks: int, device: str) -> Reading:
-    """The same where the allocator has other free blocks of the size, so that somebody else comes first."""
+    """The same if the allocator has other free blocks of this size, which it hands out first."""
     return growth_after_capture(SETUPS["zeros_once_per_layer"], device, free_blocks)
 
 
 def needs_an_allocator(free_blocks: int, device: str) -> str | None:
-    """Why the allocator's history cannot be asked about."""
+    """Why this device has no allocator history to test."""
     return "a list stands for the allocator on a CPU, and has no history" if device == "cpu" else None
 
 
@@ -96,10 +96,10 @@ def _first_token_only(block: torch.Tensor) -> None:
     block[0] = 0
 
 
-# The first kernel masks what lies past seq_len. The second multiplies it by 0, as the values of CUTLASS
-# SM100 MLA are by their source (workbook/sm100-sources.md, 2a and 2b).
+# The first kernel masks values past seq_len. The second multiplies them by 0, as CUTLASS SM100 MLA does
+# according to its source (workbook/sm100-sources.md, 2a and 2b).
 _TILES = {"masked tail": broken.empty_row_not_written, "over-read tile": broken.block_table_not_padded}
-# What the null block holds -> what writes that, and what must come out with each kernel.
+# Content of the null block -> the function that writes it, and the expected verdict with each kernel.
 _FILLS: dict[str, tuple[Callable[[torch.Tensor], object], tuple[str, str]]] = {
     "NaN": (plant, (Verdict.LEAKED, Verdict.LEAKED)),
     "zeros": (torch.Tensor.zero_, (Verdict.CLEAN, Verdict.CLEAN)),
@@ -125,9 +125,9 @@ def _cleared(kernel: broken.Kernel, device: str) -> torch.Tensor:
 
 
 def null_block(case: tuple[broken.Kernel, Callable[[torch.Tensor], object], str], device: str) -> Reading:
-    """What live rows become when padding rows have ``seq_len`` 1 and read the null block.
+    """How live rows change if padding rows have ``seq_len`` 1 and read the null block.
 
-    Compared with the same step whose padding rows are cleared: other bits without NaN are "wrong, finite".
+    Compared with the same step with cleared padding rows: other bits without NaN are "wrong, finite".
 
     Args:
         case: a kernel, what fills the null block, and the expected verdict.
@@ -144,7 +144,7 @@ def null_block(case: tuple[broken.Kernel, Callable[[torch.Tensor], object], str]
     return reading(finite if verdict == Verdict.CLEAN else verdict, live_rows=len(live), moved_rows=moved)
 
 
-# --- Which count the branch for several query tokens is given.
+# --- Which count is passed to the branch for several query tokens.
 
 DECODES = {
     "the padded batch, as in a full graph": (None, Verdict.LEAKED),
@@ -166,9 +166,9 @@ def num_decodes(case: tuple[int | None, Verdict], device: str) -> str:
     return engine.verdict()
 
 
-# --- A buffer made for one query token, given to a kernel that writes several.
+# --- A buffer allocated for one query token, passed to a kernel that writes several.
 
-# A kernel, the query tokens a request, and what must come out.
+# A kernel, the query tokens a request, and the expected verdict.
 BUFFERS: dict[str, tuple[broken.Kernel, int, str]] = {
     "empty_row_not_written, q_len 1": (broken.empty_row_not_written, 1, "stays inside"),
     "empty_row_not_written, q_len 4": (broken.empty_row_not_written, 4, "writes past its end"),
@@ -181,7 +181,7 @@ def three_d_buffer(case: tuple[broken.Kernel, int, str], device: str) -> Reading
 
     The buffer of vLLM #37442 has three dimensions, the output of several query tokens four. A kernel
     that takes the sizes from the query and trusts the buffer writes ``q_len`` times its bytes. Here the
-    buffer is the first part of a larger allocation with canaries, so that nobody is harmed.
+    buffer is the first part of a larger allocation with canaries, so no other tensor is overwritten.
     """
     (kernel, q_len, _), rows = case, 8
     call = scene.make_call(device, rows=rows, live=rows, tokens=20, q_len=q_len)

@@ -59,7 +59,7 @@ class EngineConfig:
 
     @classmethod
     def for_device(cls, device: str, **changes: object) -> EngineConfig:
-        """Sizes that a CPU interprets in seconds, or that keep a GPU's kernels honest."""
+        """Sizes that a CPU interprets in seconds, or realistic sizes for a GPU's kernels."""
         if device == "cuda":
             return cls(**{**_ON_GPU, **changes})  # type: ignore[arg-type]
         return cls(**changes)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ _ON_GPU = {
 
 @dataclass
 class AttentionInputs:
-    """What one MLA decode gets.
+    """The inputs of one MLA decode.
 
     Attributes:
         q: (batch, q_len, heads, 576).
@@ -105,7 +105,7 @@ Quantiser = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Ten
 
 @dataclass
 class Variant:
-    """What plugs into the engine.
+    """The exchangeable parts of the engine.
 
     Attributes:
         name: short name.
@@ -123,7 +123,7 @@ class Variant:
 
 
 def live_rows(rows: int, live: int, spread: bool) -> torch.Tensor:
-    """Which of ``rows`` rows the live requests have: the first ones, or every second one while that goes.
+    """The rows of the live requests: the first ones, or with ``spread`` every second one as far as possible.
 
     >>> live_rows(8, 3, spread=True), live_rows(4, 3, spread=True)
     (tensor([1, 3, 5]), tensor([1, 2, 3]))
@@ -137,10 +137,10 @@ class Batch:
     """One step of ``live`` requests of ``seq_len`` tokens each.
 
     Attributes:
-        live: how many of the captured rows belong to requests: the first ones, as vLLM orders them.
-        seq_len: their tokens; by default as many as the cache holds.
-        poisoned_row: which of them has NaN in its KV cache.
-        spread: whether empty requests stand between the live ones (:func:`live_rows`).
+        live: number of captured rows that belong to requests: the first ones, as vLLM orders them.
+        seq_len: their tokens; by default as many as the cache has room for.
+        poisoned_row: the live row that has NaN in its KV cache.
+        spread: whether empty requests are between the live ones (:func:`live_rows`).
     """
 
     live: int
@@ -156,8 +156,8 @@ Drawn = tuple[list[dict[str, torch.Tensor]], torch.Tensor, list[torch.Tensor], t
 def _drawn(c: EngineConfig) -> Drawn:
     """Weights of each layer, the head, a KV cache a layer, and hidden states, of one seed.
 
-    What a GPU's engine needs takes a CPU seconds to draw, and the incident makes a hundred engines of a few
-    sizes. So they share it, and nobody may write into it.
+    Drawing them for a GPU's engine takes a CPU seconds, and the incident creates a hundred engines of a few
+    sizes. So engines share these tensors, and none may write into them.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -188,7 +188,7 @@ class Engine:
     """One captured decode step over static tensors.
 
     Args:
-        variant: what plugs into the stages.
+        variant: the exchangeable parts.
         config: sizes and device.
         counters: optional :class:`staleproof.evidence.RowCounters` over :meth:`stage_names`; they are
             captured with the step.
@@ -265,7 +265,7 @@ class Engine:
         for layer, w in enumerate(self.weights):
             self.taps[layer] = outputs = self._layer(layer, w, x)
             x = outputs["experts"]
-            # Before the next layer runs, which may overwrite the attention output of this one.
+            # Now, because the next layer may overwrite the attention output of this one.
             self._observe({f"{layer}.{stage}": output for stage, output in outputs.items()})
         self.logits = x @ self.head
         self._observe({"logits": self.logits})
@@ -310,8 +310,8 @@ class Engine:
     def poison(self, write: Callable[[torch.Tensor], object]) -> None:
         """Fill the memory that belongs to no request, as an earlier tenant would have.
 
-        This is the null block of every layer's KV cache and the attention output of every layer. A
-        variant that keeps its output memory from step to step filled that memory itself.
+        This is the null block of every layer's KV cache and the attention output of every layer. If a variant
+        keeps its output memory from step to step, that memory is not filled.
         """
         for taps, kv_cache in zip(self.taps, self.kv_cache, strict=True):
             write(kv_cache[0])
@@ -324,8 +324,8 @@ class Engine:
         return self.logits
 
     def outputs(self, judged_from: str | None = None) -> list[torch.Tensor]:
-        """Static outputs of the stages from one on, logits last; by default those that judge the variant."""
-        # A fix in the consumer does not change the attention output, so it is not judged by it.
+        """Static outputs from one stage on, logits last; by default from the variant's ``judged_from``."""
+        # A fix in the consumer does not change the attention output, so that output does not judge the fix.
         kept = STAGES[STAGES.index(judged_from or self.variant.judged_from) :]
         return [*(taps[stage] for taps in self.taps for stage in kept), self.logits]
 
@@ -333,8 +333,8 @@ class Engine:
         """The current step, for :func:`judge_rows` and :func:`pad_invariance`.
 
         ``None`` replays the step. :data:`CLEAN` runs it with zeros in the padding rows of every
-        attention output, whatever the kernel left there. Another fill is written into that memory
-        *before* the replay: a correct step never reads those bytes of an earlier tenant.
+        attention output, whatever the kernel left there. Any other fill is written into that memory
+        *before* the replay, like bytes of an earlier owner; a correct step never reads them.
         """
         if fill is None:
             self.replay()
@@ -378,10 +378,10 @@ class Call(NamedTuple):
 
 
 def compared_dtype(device: str) -> torch.dtype:
-    """What a decode is compared with a reference in: bf16, but fp32 under Triton's interpreter.
+    """The dtype in which a decode is compared with a reference: bf16, but fp32 under Triton's interpreter.
 
-    That cuts a float32 off to bf16 where a GPU rounds it, and multiplies the bit patterns of bf16 operands
-    where a kernel does not convert them.
+    The interpreter truncates float32 to bf16 where a GPU rounds, and multiplies the bit patterns of bf16
+    operands if a kernel does not convert them.
     """
     return torch.bfloat16 if device == "cuda" else torch.float32
 
@@ -390,7 +390,7 @@ def decode_budget(dtype: torch.dtype, tokens: int, times: int = 2) -> float:
     """How far a right decode may be from a float64 reference (:mod:`staleproof.cases.compare`).
 
     Args:
-        dtype: a kernel in bf16 rounds softmax weights and result to it. In fp32 it rounds each term of two
+        dtype: of the kernel. In bf16 it rounds softmax weights and result. In fp32 it rounds each term of two
             sums, over the latent and over the tokens.
         tokens: of the longest request.
         times: roundings of a kernel in bf16.

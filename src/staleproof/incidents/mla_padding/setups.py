@@ -1,4 +1,4 @@
-"""The variants of incident 1: a kernel in the engine, what is done about it, and what must come out."""
+"""The variants of incident 1: a kernel in the engine, its remedy, and the expected verdicts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from staleproof.ops.mla.decode import mla_decode
 
 
 class ClearEmptyRows(broken.NoRemedy):
-    """The faulty kernel, then :func:`clear_empty_rows`: works behind any backend."""
+    """The faulty kernel, then :func:`clear_empty_rows`, which works after any backend."""
 
     def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
         """Clear the rows of requests without tokens."""
@@ -36,7 +36,7 @@ class ClearEmptyRows(broken.NoRemedy):
 
 
 class NanToNum(broken.NoRemedy):
-    """Wrong: replaces each NaN of the output, also that of a request that is sick by itself."""
+    """Wrong: replaces each NaN of the output, even the NaN of a request that is sick by itself."""
 
     def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
         """Replace NaN."""
@@ -44,7 +44,7 @@ class NanToNum(broken.NoRemedy):
 
 
 class ClearNanRows(broken.NoRemedy):
-    """Wrong: clears the rows that hold NaN, also that of a request that is sick by itself."""
+    """Wrong: clears all rows with NaN, even the row of a request that is sick by itself."""
 
     def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
         """Clear rows with NaN."""
@@ -55,12 +55,12 @@ class ClearFromFirstEmptyRow(broken.NoRemedy):
     """Wrong: clears everything from the first empty request on; right only where padding comes last."""
 
     def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
-        """Clear all rows behind the first empty one."""
+        """Clear all rows from the first empty one on."""
         broken.zero_where(out, (a.seq_lens == 0).cumsum(0) > 0)
 
 
 class ClearShortRows(broken.NoRemedy):
-    """Wrong: takes a request of one token for an empty one."""
+    """Wrong: treats a request of one token as empty."""
 
     def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
         """Clear the rows of requests without tokens before this step."""
@@ -90,7 +90,7 @@ def too_large(factor: float) -> broken.Kernel:
 
 
 def ignores_out(*call: torch.Tensor, softmax_scale: float, out: torch.Tensor | None = None) -> Any:
-    """:func:`mla_decode` into memory of its own, whatever it is given: right, and not where one looks."""
+    """:func:`mla_decode` into its own memory: the result is right, but ``out`` is not written."""
     return mla_decode(*call, softmax_scale=softmax_scale)
 
 
@@ -111,8 +111,8 @@ class Setup:
     Attributes:
         kernel: the MLA decode.
         remedy: wraps the kernel into the engine's attention.
-        served: the verdicts that must come out of the served steps, with an amax by ``torch.max``
-            and by fmax. If neither leaks, padding content must not change live rows either.
+        served: the expected verdicts of the served steps, with an amax by ``torch.max`` and by fmax. If
+            neither leaks, padding content must not change live rows either.
         quantise: replaces both quantisers, for a fix in the consumer.
         layers: layers of the engine; two where one layer can disturb the other.
         q_len: query tokens a request.
@@ -141,7 +141,7 @@ class Setup:
     def engine(
         self, quantiser: str, device: str, counters: RowCounters | None = None, **sizes: Any
     ) -> Engine:
-        """A captured engine that has served nobody: the memory of no request holds canaries.
+        """A captured engine that has served no request; memory that belongs to no request has canaries.
 
         Args:
             quantiser: a key of :data:`broken.QUANTISERS`.
@@ -182,7 +182,7 @@ SETUPS: dict[str, Setup] = {
     "quantize_live_rows": Setup(quantise=quantise_live_rows, served=_CLEAN, fix=True),
 }
 
-# Remedies that cure the symptom and are wrong, and what off / on / off must say of each.
+# Remedies that remove the symptom but are wrong, and the expected result of off / on / off for each.
 WRONG_REMEDIES: dict[str, tuple[Setup, str]] = {
     "nan_to_num": (Setup(_DIVIDED, NanToNum), NOT_FIXED),
     "clear_nan_rows": (Setup(_DIVIDED, ClearNanRows), NOT_FIXED),
@@ -200,7 +200,7 @@ _SEVERITY = [Verdict.CLEAN, HIDDEN, Verdict.PAD_ONLY, Verdict.LEAKED, Verdict.LI
 
 
 class StepVerdicts(NamedTuple):
-    """What a sequence of served steps showed.
+    """Verdicts of a sequence of served steps.
 
     Attributes:
         steps: one verdict a step. No setup can heal the sick request, so its own step must be ``live_born``.
