@@ -1,4 +1,4 @@
-"""One batch on its way into a fused MoE: its shape, its expert ids, and the words for its outcome."""
+"""A batch for a fused MoE: its shape, its expert ids, and the names of outcomes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 from staleproof import check
 
-# Outcomes. ILLEGAL_ACCESS is the miniature's: it counts what a real kernel would crash on.
+# Outcomes. ILLEGAL_ACCESS is the miniature's word: it counts accesses on which a real kernel would crash.
 RIGHT, SILENT, ILLEGAL_ACCESS = "right", "wrong, silent", "illegal access"
 # NaN in an output row, without a crash.
 NAN_ROWS = "NaN"
-# What a kernel sees that takes (tokens, top_k) int64 ids for int32: id, 0, id, 0, ... (vLLM #38359).
+# What a kernel reads if (tokens, top_k) int64 ids are passed as int32: id, 0, id, 0, ... (vLLM #38359).
 MISREAD = "int64 read as int32"
 IDS = ("distinct", "all equal", "partly equal", MISREAD)
 
@@ -34,7 +34,7 @@ def make_ids(kind: str, batch: Batch, *, seed: int = 0, device: str = "cpu") -> 
 
     Args:
         kind: one of :data:`IDS`; ``partly equal`` repeats one expert in a fifth of the rows, and
-            :data:`MISREAD` is what is seen of the distinct ids of the same seed.
+            :data:`MISREAD` is the distinct ids of the same seed, misread.
         batch: the shape.
         seed: of the choice.
         device: where the ids go.

@@ -1,7 +1,7 @@
 """The faulty expert choices, and upstream's remedies, each named after what it does.
 
-The two CUDA choices are replayed lane by lane in PyTorch, with the same comparisons, so that they give
-the same ids on every machine. The two Triton choices run as they are.
+The two CUDA choices are emulated lane by lane in PyTorch, with the same comparisons, so that they give
+the same ids on every machine. The two Triton choices run unchanged.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Choice = Callable[[torch.Tensor, int, int], torch.Tensor]
 
 
 def warp_columns(experts: int, itemsize: int) -> torch.Tensor:
-    """Which columns each lane of a warp holds, (lanes, columns a lane), first column first.
+    """The columns that each lane of a warp holds, (lanes, columns a lane), in ascending order.
 
-    A row is read in pieces of 16 bytes, which go to the lanes in turn (vLLM's ``topkGating``). A number of
-    experts that is a multiple of 64 and no power of two is read in pieces of two elements.
+    A row is read in pieces of 16 bytes, which go to the lanes in turn (vLLM's ``topkGating``). If the number
+    of experts is a multiple of 64 but not a power of two, a piece is two elements.
     """
     piece = min(16 // itemsize, experts) if experts & (experts - 1) == 0 else 2
     lanes = experts // (max(1, experts // (piece * 32)) * piece)
@@ -37,11 +37,11 @@ def warp_columns(experts: int, itemsize: int) -> torch.Tensor:
 
 
 def warp_keeps_its_first_column(choice: torch.Tensor, top_k: int, itemsize: int) -> torch.Tensor:
-    """A warp's argmax, top_k times, with strict comparisons: none finds a number larger than a NaN.
+    """A warp's argmax, top_k times, with strict comparisons: no number compares larger than a NaN.
 
     Each lane starts from its first column and scans for a larger score; lanes exchange their best
-    by butterfly; lane 0 writes, and the lane that holds the winner blanks it. With NaN each lane can
-    see another winner. An all-NaN row gives expert 0 each time. Stands for ``topkGating`` of
+    by butterfly; lane 0 writes, and the lane that holds the winner blanks it. With NaN, lanes can disagree
+    about the winner. An all-NaN row gives expert 0 each time. Stands for ``topkGating`` of
     vLLM up to 0.19.1 (vLLM #39593) where the number of experts is a power of two up to 512, or on CUDA
     a multiple of 64 up to 576 (0.19.1 ``csrc/moe/topk_softmax_kernels.cu:677-697``).
 
@@ -95,8 +95,8 @@ def block_keeps_the_left(choice: torch.Tensor, top_k: int, itemsize: int) -> tor
     """A block's argmax, top_k times, whose operator returns its left operand if no score is larger.
 
     Thread t looks at the experts t, t + 256, ... and skips those chosen before. An all-NaN
-    row gives expert 0 each time, and first 256 if there are more than 256 experts. Stands for
-    ``moeTopK`` of vLLM up to 0.19.1, the path of all other numbers of experts. Arguments and
+    row gives expert 0 each time; with more than 256 experts it first gives 256. Stands for ``moeTopK`` of
+    vLLM up to 0.19.1, the path for all other numbers of experts. Arguments and
     result are those of :func:`warp_keeps_its_first_column`.
     """
     rows, experts = choice.shape
@@ -113,7 +113,7 @@ def block_keeps_the_left(choice: torch.Tensor, top_k: int, itemsize: int) -> tor
             score = choice.gather(1, expert.clamp(max=experts - 1))
             mine = (torch.where(passed_over, pair[0], expert), torch.where(passed_over, pair[1], score))
             pair = _arg_max(mine, pair)
-        # Neighbours first within a warp, then warp after warp.
+        # Reduce neighbours within each warp first, then warp after warp.
         by_warp = [part.view(rows, -1, 32) for part in pair]
         while by_warp[0].shape[-1] > 1:
             even, odd = ([part[..., side::2] for part in by_warp] for side in (0, 1))
@@ -213,15 +213,15 @@ def _zero_for_nan_and_infinity(scores: torch.Tensor) -> torch.Tensor:
 
 REMEDIES: dict[str, Remedy] = {
     "none": Remedy(),
-    # A pass of its own over the logits, as users of affected versions did (vLLM #39593).
+    # A separate pass over the logits, as users of affected versions did (vLLM #39593).
     "nan_to_num_before": Remedy(on_load=torch.nan_to_num),
-    # The form that vLLM #39593 timed: a row of nothing but NaN is all -inf, and its softmax NaN again.
+    # The form that vLLM #39593 timed: an all-NaN row becomes all -inf, and its softmax is NaN again.
     "nan_to_minus_infinity_before": Remedy(on_load=partial(torch.nan_to_num, nan=-torch.inf)),
     # vLLM #39593, closed.
     "lowest_on_load": Remedy(on_load=_lowest_for_nan),
-    # vLLM #39391, from 0.20.0 on. The bias is added after it.
+    # vLLM #39391, from 0.20.0 on. The bias is added after the clamp.
     "clamp_after_scoring": Remedy(after_scoring=_zero_for_nan_and_infinity),
-    # vLLM #46428: the id -1. Consumers that index with ids are not ready for it.
+    # vLLM #46428: the id -1. Consumers that index with ids cannot handle it.
     "skip_padding": Remedy(skips_padding=True),
 }
 
@@ -236,7 +236,7 @@ def route(
     is_padding: torch.Tensor | None = None,
     remedy: Remedy = REMEDIES["none"],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score with softmax or sigmoid, choose, and look the weights up, with one remedy in place.
+    """Score with softmax or sigmoid, choose, and look up the weights, with one remedy applied.
 
     Args and results are those of :func:`staleproof.ops.topk.topk_softmax`.
     """
@@ -254,10 +254,10 @@ def route(
 def quantise_fp8(x: torch.Tensor, *, per_token: bool, drops_nan: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Dynamic fp8 as GPU kernels do it, or as PyTorch does.
 
-    Kernels take their largest magnitude from 0 on with ``fmaxf`` and clamp with ``fminf`` and
-    ``fmaxf``. Both return the operand that is a number, so no NaN comes out (vLLM's
+    Kernels compute the largest magnitude with ``fmaxf``, starting at 0, and clamp with ``fminf`` and
+    ``fmaxf``. These return the operand that is a number, so the result has no NaN (vLLM's
     ``dynamic_scaled_fp8_quant``). ``torch.amax`` and ``torch.clamp`` keep a NaN
-    (``QuantFP8.forward_native``). Both ways take an infinity for a magnitude.
+    (``QuantFP8.forward_native``). Both ways count an infinity as a magnitude.
 
     Args:
         x: (rows, columns).

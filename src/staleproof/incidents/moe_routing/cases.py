@@ -42,12 +42,12 @@ NOT_THE_BEST = "distinct, not the best"
 
 
 def choose(kind: str, selector: Selector, device: str) -> Reading:
-    """Whether a selection's experts are distinct, and the best, whatever the rows contain."""
+    """Whether a selector chooses distinct experts, and the best ones, whatever the rows contain."""
     given, ids = scene.chosen(selector, kind, device)
     doubled = rows_with_duplicates(ids)
     verdict = "duplicates" if bool(doubled.any()) else "distinct"
     if verdict == "distinct" and not given.softmax:
-        # With softmax no score of a row with NaN is left, so any experts are as good.
+        # With softmax a row with NaN has no valid score left, so any experts are equally good.
         best = reference.topk_sigmoid(given.logits, selector.top_k, bias=given.bias)[1]
         verdict = "distinct" if torch.equal(ids.sort().values, best.sort().values) else NOT_THE_BEST
     first = str(ids[int(doubled.int().argmax())].tolist())
@@ -55,9 +55,9 @@ def choose(kind: str, selector: Selector, device: str) -> Reading:
 
 
 def replay(name: str, device: str) -> Reading:
-    """Whether a replayed choice gives the ids of vLLM's compiled kernel.
+    """Whether an emulated choice gives the ids of vLLM's compiled kernel.
 
-    It has the clamp of #39391, as that kernel has, and a NaN in the bias, which the clamp lets through.
+    It uses the clamp of #39391, like that kernel, and a NaN in the bias, which the clamp does not catch.
     """
     selector = SELECTORS[name]
     given = scene.nan_bias(scene.make_logits(device, selector.experts, selector.rows))
@@ -84,7 +84,7 @@ CHOICE_EXPECTED: dict[str, tuple[str | None, ...]] = {
     "block_keeps_the_left": ("duplicates", "duplicates", "distinct", NOT_THE_BEST, NOT_THE_BEST),
     "sort_swaps_raw_nan": ("duplicates",) * 5,
     "topk_swaps_raw_nan": ("duplicates",) * 5,
-    # A NaN is larger than any number here: distinct, and taken first.
+    # torch.topk treats a NaN as larger than any number: experts are distinct, but NaN are chosen first.
     scene.TORCH: ("distinct", "distinct", NOT_THE_BEST, NOT_THE_BEST, NOT_THE_BEST),
     scene.VLLM: (None,) * 5,
     OURS: ("distinct",) * 5,
@@ -94,7 +94,7 @@ CHOICE_EXPECTED: dict[str, tuple[str | None, ...]] = {
 
 
 def remedied(case: RoutingCase, name: str, device: str) -> str:
-    """What the warp's argmax makes of bad rows with one remedy in place."""
+    """What the warp's argmax chooses for bad rows with one remedy applied."""
     weights, ids = scene.routed(replace(case, choice=name), device)
     has_experts = (ids >= 0).all(1)
     if bool(rows_with_duplicates(ids[has_experts]).any()):
@@ -105,7 +105,7 @@ def remedied(case: RoutingCase, name: str, device: str) -> str:
 
 
 def good_rows(name: str, device: str) -> str:
-    """Whether a remedy leaves the rows without NaN as they were."""
+    """Whether a remedy keeps the right result in rows without NaN."""
     case = replace(REMEDY_CASES["NaN in a live row"], choice=name)
     logits = scene.router_input(case, device).logits
     want, got = reference.topk_softmax(logits, TOP_8.top_k), scene.routed(case, device)
@@ -140,7 +140,7 @@ def consume_padding_id(case: tuple[Callable[..., torch.Tensor], str], device: st
     is_padding = torch.arange(TOP_8.tokens, device=device) >= scene.LIVE
     weights, ids = topk_softmax(logits, TOP_8.top_k, is_padding=is_padding)
     x, table = torch.ones(len(ids), 4, device=device), torch.ones(TOP_8.experts, 4, device=device)
-    # Whoever multiplies by the last expert's row gets NaN, although the weight is 0.
+    # A consumer that multiplies by the last expert's row gets NaN, although the weight is 0.
     table[-1] = scene.NAN
     took = case[0](x, weights, ids, table)[scene.LIVE :].isnan().any(1)
     return reading("takes the last expert" if bool(took.all()) else "passes over", rows=int(took.sum()))
@@ -157,7 +157,7 @@ BATCHES = {str(b): b for b in (Batch(t, k, e) for t in (256, 257) for k in (8, 1
 
 
 def consume(kind: str, batch: Batch, device: str) -> Reading:
-    """What map and finalise step make of one batch with one kind of ids, over a canary."""
+    """The outcome of map and finalise step for one batch with one kind of ids, over a canary."""
     return consumer.observe(batch, kind, device)
 
 
@@ -168,7 +168,7 @@ def _consumed(kind: str, batch: Batch) -> str:
     return ILLEGAL_ACCESS
 
 
-# What the memory contained, whether the consumer checks bounds, and what must come out.
+# What the memory contained, whether the consumer checks bounds, and the expected outcome.
 MEMORY = {
     "canary": ("canary", False, ILLEGAL_ACCESS),
     "canary, bounds check": ("canary", True, SILENT),
@@ -180,7 +180,7 @@ MEMORY = {
 
 
 def consume_over(kind: str, batch: Batch, memory: tuple[str, bool, str], device: str) -> Reading:
-    """What they make of a batch with duplicates, by what the memory contained and the bounds check."""
+    """The outcome for a batch with duplicates, given the content of the memory and the bounds check."""
     return consumer.observe(batch, kind, device, before=memory[0], guard=memory[1])
 
 
@@ -188,7 +188,7 @@ def consume_over(kind: str, batch: Batch, memory: tuple[str, bool, str], device:
 
 
 def needs_module(case: fused_moe.Case, device: str) -> str | None:
-    """Why FlashInfer's kernel cannot run: cases are of its release with the check, or of one without."""
+    """Why FlashInfer's kernel, of the release with the bounds check or of the one without, cannot run."""
     return needs_cuda(case, device) or fused_moe.unavailable_reason(case.check)
 
 
@@ -201,17 +201,17 @@ Results = Mapping[fused_moe.Case, Reading]
 
 
 def possible(cases: Iterable[fused_moe.Case], device: str) -> list[fused_moe.Case]:
-    """The cases whose release is here."""
+    """The cases whose FlashInfer release can run on this machine."""
     return [case for case in cases if needs_module(case, device) is None]
 
 
 def run_module(cases: Sequence[fused_moe.Case]) -> Results:
-    """What FlashInfer's own ``cutlass_fused_moe`` makes of each case; the cases share their processes."""
+    """The outcome of FlashInfer's own ``cutlass_fused_moe`` for each case; cases share processes."""
     return dict(zip(cases, fused_moe.run_cases(cases), strict=True))
 
 
 def module_alone(case: fused_moe.Case, device: str) -> Reading:
-    """What it makes of one case in a process of its own, for off / on / off."""
+    """The outcome of one case in a process of its own, for off / on / off."""
     return run_module([case])[case]
 
 
@@ -228,7 +228,7 @@ def _module_evidence(case: fused_moe.Case) -> Evidence:
 
 
 def wrong_output(case: fused_moe.Case, device: str, results: Results) -> str | None:
-    """What is wrong with the output behind a patch; that live rows are the reference's is its verdict."""
+    """What else is wrong with the output with a patch; the verdict itself compares live rows."""
     moved = results[case].numbers["rows_that_padding_changes"]
     return f"{moved} live rows change with what padding rows hold" if moved else None
 
@@ -241,7 +241,7 @@ _SANITIZED = [fused_moe.Case(512, 8, ids, check=False) for ids in ("distinct", "
 
 
 def serve_ranks(servers: Mapping[str, Setting], where: str | None, device: str) -> dict[str, ranks.Passes]:
-    """The passes of several servers, counted by rank and added up; on ``where``, or else on ``device``."""
+    """The counts of several servers' passes, summed over ranks; on ``where`` if given, else on ``device``."""
     return dict(zip(servers, ranks.serve_ranks([*servers.values()], where or device), strict=True))
 
 
@@ -252,7 +252,7 @@ def padding(name: str, device: str, served: Mapping[str, ranks.Passes], *, on_cp
     busy = counts["padded"] - counts["idle"]
     share = counts["with_nan"] / busy if busy else 0.0
     mean = round(counts["padding_rows"] / counts["padded"], 2) if counts["padded"] else 0.0
-    # Ranks on the CPU measure nothing, also on a machine with a GPU.
+    # Ranks on the CPU are no GPU measurement, even on a machine with a GPU.
     on_cpu = on_cpu or device == "cpu"
     return Reading(
         "nearly all" if share >= 0.9 else "some" if share else "none",
@@ -270,13 +270,13 @@ def needs_two_gpus(subject: object, device: str) -> str | None:
 def _served(
     name: str, servers: Mapping[str, Setting], *, where: str | None = None, **fields: Any
 ) -> Sequence[Case]:
-    """The servers that are served together, with as many ranks each."""
+    """The cases of servers that have the same number of ranks and are served together."""
     shared = Scene(f"serve {name}", partial(serve_ranks, servers, where))
     ask = partial(padding, on_cpu=where == "cpu")
     return each(PADDING, "padding rows", [*servers], ask, scene=shared, **fields)
 
 
-# Server -> what it is set to, and which busy passes have NaN in the padding of the attention output.
+# Server -> its setting, and how many busy passes have NaN in the padding of the attention output.
 SERVERS: dict[str, tuple[Setting, str]] = {
     "1 rank": (Setting(), "nearly all"),
     "1 rank, fp32 never in that memory": (Setting(wide=False), "none"),
@@ -290,7 +290,7 @@ REPORTED = {"1 rank": (62, 62, 5, 4.0), "DP 2": (832, 829, 22, 16.7), "DEP 2": (
 
 # --- Fixes, and what the crash needs.
 
-# Fix -> a case that fails without it, what it changes, and what off / on / off must say.
+# Fix -> a case that fails without it, the change, and the expected result of off / on / off.
 _SOFTMAX, _SIGMOID = RoutingCase(), RoutingCase(softmax=False)
 _BIAS, _LIVE_ROW = RoutingCase(softmax=False, bad="bias"), RoutingCase(bad="live row")
 FIXES: dict[str, tuple[RoutingCase, dict[str, Any], str]] = {
@@ -307,9 +307,9 @@ FIXES: dict[str, tuple[RoutingCase, dict[str, Any], str]] = {
     "skip_padding, NaN in a live row": (_LIVE_ROW, {"choice": "skip_padding"}, NOT_FIXED),
     "bounds check in the consumer": (_SOFTMAX, {"guard": True}, NOT_FIXED),
 }
-# Remedies that nobody merged. They show that a wrong one is not called fixed.
+# Wrong remedies that nobody merged. They show that the test does not call a wrong remedy fixed.
 WRONG_REMEDIES = {name: (_SOFTMAX, {"choice": name}, WRONG) for name in scene.WRONG_ROUTES}
-# What the crash needs, taken away one at a time -> the change, and what then comes out.
+# An ingredient of the crash that is removed -> the change, and the outcome then.
 INGREDIENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no NaN in padding": ({"bad": "nowhere"}, RIGHT),
     "a choice that no NaN confuses": ({"choice": OURS}, RIGHT),
@@ -323,8 +323,8 @@ def _column(expected: Mapping[str, tuple[Any, ...]], index: int) -> dict[str, An
 
 
 _MODULE = Scene(REAL, lambda device: run_module(possible(fused_moe.MODULE_CASES, device)))
-# NaN router logits, vLLM's compiled op, vLLM's call, FlashInfer's kernel: nothing edited. A patch of ours ->
-# the cases with it; off and off again are the same for both.
+# NaN router logits, vLLM's compiled op, vLLM's call, FlashInfer's kernel, all unedited. Each of our patches
+# has its own runs; the runs before and after it are shared by both patches.
 CHAIN = "vLLM's op, FlashInfer's kernel"
 PATCHES = ("topk_nan", "duplicate_experts")
 _AGAIN = {case: replace(case, again=True) for case in fused_moe.CHAINS.values()}
@@ -338,7 +338,7 @@ _ON = [on for _, on in CHAIN_FIXES.values()]
 
 
 def run_chain(device: str) -> Results:
-    """What becomes of each chain without a patch, with each, and without again; each in its own process."""
+    """The outcome of each chain without a patch, with each, and without again, in separate processes."""
     asked = [*_AGAIN, *_ON, *_AGAIN.values()]
     return dict(zip(asked, fused_moe.run_apart(asked), strict=True))
 
@@ -447,7 +447,7 @@ TABLE = Table(
         off=_REAL_OFF,
         on=replace(_REAL_OFF, ids=fused_moe.VIA_TOPK_SOFTMAX),
         ask=module_alone,
-        # That the kernel's sums are right for these ids is its verdict; here, that the ids are.
+        # The verdict says whether the kernel's sums are right for these ids; this says whether the ids are.
         wrong=lambda case, device: wrong_choice(fused_moe.bad_logits(case, device), case.top_k),
         needs=needs_module,
         evidence=_module_evidence,

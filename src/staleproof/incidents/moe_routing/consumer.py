@@ -28,7 +28,7 @@ from staleproof.vllm.routing_calls import sorts_in_one_block
 
 # Marks map entries that nobody wrote. The bytes 0x7f make an index far outside any buffer.
 CANARY = 0x7F7F7F7F
-# Bits of an expert's number with which one block takes all its tokens in 160 KiB of shared memory.
+# Up to this many bits of an expert's number, one block can handle all its tokens in 160 KiB of shared memory.
 ROOMY_BITS = 8
 HIDDEN = 16
 
@@ -41,7 +41,7 @@ class ExpertMap(NamedTuple):
             (upstream: ``unpermuted_row_to_permuted_row``).
         slot_of_row: (top_k * tokens,) int32, its inverse (``permuted_row_to_unpermuted_row``).
         first_row: (experts + 1,) int32, where each expert's rows begin; the last entry is their end.
-        one_block: which of the two builders made it.
+        one_block: whether the one-block builder made it, or the three-step builder.
     """
 
     row_of_slot: torch.Tensor
@@ -84,8 +84,8 @@ def build_map(
     if one_block is None:
         one_block = takes_one_block(tokens, top_k, num_experts)
     in_range = (topk_ids >= 0) & (topk_ids < num_experts)
-    # One block ranks every slot, those without an expert last. The three steps look through the tokens for
-    # each expert, and stop at the first slot of a token that matches.
+    # The one-block builder ranks every slot; slots without an expert come last. The three-step builder scans
+    # the tokens for each expert, and stops at the first slot of a token that matches.
     again = (topk_ids[:, :, None] == topk_ids[:, None, :]).tril(-1).any(-1)
     found = torch.ones_like(in_range) if one_block else in_range & ~again
     key = torch.where(in_range & found, topk_ids, num_experts).flatten()
@@ -162,9 +162,8 @@ def layer(
         topk_weights: (tokens, top_k) float32.
         topk_ids: (tokens, top_k); an id out of range adds 0.
         table: (experts, hidden) float32.
-        from_the_end: index with the ids as they are, so that the padding id -1 is the last expert, as in
-            Python (the ids of vLLM #46428 met such consumers); in a kernel the address would lie before
-            the buffer.
+        from_the_end: index with the unchanged ids, so that the padding id -1 is the last expert, as in Python
+            (vLLM #46428's ids reached such consumers); in a kernel the address would be before the buffer.
 
     Returns:
         (tokens, hidden) float32.
@@ -186,9 +185,9 @@ def observe(
         batch: the shape.
         ids: one of :data:`batch.IDS`, or the ids (tokens, top_k) that a routing chose.
         device: where it runs.
-        before: what the memory of the map contains: ``canary``, ``zeros``, or ``previous map``, that of a
-            batch with other, distinct ids, whose rows the memory of the expert outputs then contains; with
-            ``previous map, NaN rows`` those are another tensor's.
+        before: what the memory of the map contains: ``canary``; ``zeros``; ``previous map``, of a batch with
+            other, distinct ids, where the memory of the expert outputs contains that batch's rows; or
+            ``previous map, NaN rows``, where it contains another tensor with NaN.
         guard: see :func:`finalise`.
 
     Returns:
@@ -200,7 +199,7 @@ def observe(
     """
     tokens, top_k, experts = batch
     topk_ids = make_ids(ids, batch, seed=1, device=device) if isinstance(ids, str) else ids
-    # Misread ids name other experts than those that the router chose.
+    # Misread ids name experts that the router did not choose.
     misread = isinstance(ids, str) and ids == MISREAD
     meant = make_ids("distinct", batch, seed=1, device=device) if misread else topk_ids
     generator = torch.Generator().manual_seed(2)

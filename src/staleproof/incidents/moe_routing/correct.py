@@ -25,11 +25,11 @@ MORE = Batch(24, 8, 128)
 def wrong(case: RoutingCase, device: str) -> str | None:
     """What is wrong with the case's choice, in one line, or ``None``.
 
-    Live rows must have the reference's experts and weights, whatever padding rows contain. Rows of
-    padding must have distinct experts and finite weights, or the id -1 and weights 0; of our own
-    kernels, the reference's, which also says what a row of NaN gets. The same holds where padding has
-    other bad values or stands between live rows, where only a part of the bias is NaN, and for more rows of
-    more experts. Ids are int32, and weights fp32.
+    Live rows must have the reference's experts and weights, whatever padding rows contain. Padding rows must
+    have distinct experts and finite weights, or the id -1 and weights 0. With our own kernels they must have
+    the reference's experts and weights, even in a row of NaN. The same is checked with other bad values in
+    padding, with padding between live rows, with NaN in only a part of the bias, and with more rows and
+    experts. Ids must be int32, and weights fp32.
     """
     return next(filter(None, _comparisons(case, device)), None)
 
@@ -63,7 +63,7 @@ def _choice(case: RoutingCase, device: str) -> Iterator[str | None]:
         want = choose(given.logits, top_k, bias=given.bias)
     if case.choice in TORCHS_SCORES:
         yield other_bits("ids, live rows", ids[live].int(), want[1][live].int())
-        # The replicas take torch's softmax and sigmoid: a sum of the experts, and three steps more.
+        # The replicas use torch's softmax and sigmoid: roundings of a sum over the experts, and three more.
         budget = rounding(torch.float32, case.batch.experts + 3)
         yield too_far("weights, live rows", weights[live], want[0][live], budget)
     else:

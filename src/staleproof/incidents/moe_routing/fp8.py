@@ -1,4 +1,4 @@
-"""What an fp8 quantiser between attention and router lets through: our replicas, and vLLM's compiled ops."""
+"""Whether an fp8 quantiser between attention and router passes NaN on: our replicas, vLLM's compiled ops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from staleproof.incidents.moe_routing.batch import rows_with_duplicates
 
 
 class Firewall(NamedTuple):
-    """An fp8 quantiser, and the verdicts with NaN and with Inf in the padding; ``None``: any."""
+    """An fp8 quantiser, and the expected verdicts with NaN and with Inf in padding; ``None``: any verdict."""
 
     quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     nan: Verdict | None
@@ -25,14 +25,14 @@ class Firewall(NamedTuple):
 
 
 def through(bad: float, firewall: Firewall, device: str) -> Reading:
-    """What an fp8 quantiser between attention and router lets through to the router."""
+    """Whether an fp8 quantiser passes a bad value in padding on to the router."""
     attended = scene.make_logits(device, 256, 8)
     attended[scene.LIVE :, ::64] = bad
     values, scale = firewall.quantise(attended)
     quantised = values.float() * scale
     logits = quantised @ scene.make_logits(device, 128, 256)
     rows, live = bad_rows(logits), slice(scene.LIVE)
-    # vLLM's ops are given bf16.
+    # vLLM's ops get bf16 input, so allow one rounding to bf16 more.
     budget = rounding(torch.float8_e4m3fn) + rounding(torch.bfloat16)
     if bool(rows[live].any()):
         verdict = str(Verdict.LEAKED)
@@ -81,5 +81,5 @@ def unavailable_reason(firewall: Firewall, device: str) -> str | None:
 
 
 def evidence(firewall: Firewall) -> Evidence:
-    """Whose code it is."""
+    """The evidence grade of this quantiser's code."""
     return scene.vllm_evidence(scene.VLLM_FP8_VARIABLE) if firewall in _THEIRS else REPLICA

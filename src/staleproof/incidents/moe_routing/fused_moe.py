@@ -1,9 +1,9 @@
 """FlashInfer's own ``cutlass_fused_moe`` over distinct and duplicate expert ids.
 
-Runs the reduced modules of :mod:`staleproof.kernels.moe_module`, each through its own release's Python
-entry, in child processes, because an illegal access ends the process. An unwritten map entry contains what
-the allocator's free memory contained, so that memory is filled first. With :data:`VIA_VLLM` the experts are
-chosen by vLLM's compiled op and go through the code with which vLLM calls FlashInfer.
+Runs the reduced modules of :mod:`staleproof.kernels.moe_module`, each through the Python entry of its own
+release. It uses child processes, because an illegal access ends the process. An unwritten map entry contains
+old bytes of the allocator's free memory, so that memory is filled first. With :data:`VIA_VLLM`, vLLM's
+compiled op chooses the experts, and vLLM's own code calls FlashInfer.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from staleproof.ops.reference import topk as reference
 from staleproof.vllm import plugin
 
 # Outcomes besides RIGHT, SILENT and NAN_ROWS: the text of CUDA's error, an error before the launch, and two
-# ends of a process.
+# ways in which a process may end.
 CUDA_ILLEGAL_ACCESS = "illegal memory access"
 REFUSED, TIMED_OUT, DIED = "refused", "timed out", "died"
-# Kinds of ids besides those of IDS: NaN rows through a choice, ids out of range, and int64.
+# Kinds of ids besides IDS: chosen from NaN logits, out of range, and int64.
 VIA_TOPK_SOFTMAX, VIA_WARP_ARGMAX = "NaN through topk_softmax", "NaN through the warp argmax"
 VIA_VLLM = "NaN through vLLM's op"
 NEGATIVE, PAST, INT64 = "negative", "past the last expert", "distinct, int64"
 BYTES, ZEROS, PREVIOUS, FRESH = "0x7f bytes", "zeros", "previous map", "fresh"
 BF16, FP8 = "bf16", "fp8"
-# Of the children.
+# The device of the child processes.
 DEVICE = "cuda"
 DTYPES = {BF16: torch.bfloat16, FP8: torch.float8_e4m3fn}
-# The last release of vLLM whose top-k compares NaN; what of it is executed, and what its library links.
+# The last release of vLLM whose top-k compares NaN, its files that are executed, and its libraries.
 VLLM = "0.19.1"
 EXPERTS = "vllm.model_executor.layers.fused_moe"
 FILES = (
@@ -77,14 +77,14 @@ class Case:
             logits through a choice (:data:`VIA_TOPK_SOFTMAX`, :data:`VIA_WARP_ARGMAX`, :data:`VIA_VLLM`); or
             :data:`INT64`.
         experts: of the layer.
-        check: whether the finalise kernel has a bounds check, as the installed FlashInfer's has; that of
+        check: whether the finalise kernel has a bounds check. The installed FlashInfer's has one,
             :data:`moe_module.WITHOUT_CHECK` has none.
         tail: what the memory of the map contained: :data:`BYTES`, :data:`ZEROS`, :data:`PREVIOUS` (the
             map of an earlier call with other, distinct ids) or :data:`FRESH` (whatever the driver gave).
-        all_to_all: rank 0 of two expert-parallel ranks behind an all-to-all.
-        dtype: of activations and weights: :data:`BF16`, or :data:`FP8` with a static scale a tensor.
-        patch: that is applied to vLLM; with :data:`VIA_VLLM` only.
-        again: the second run without the patch.
+        all_to_all: run as rank 0 of two expert-parallel ranks after an all-to-all.
+        dtype: of activations and weights: :data:`BF16`, or :data:`FP8` with one static scale per tensor.
+        patch: name of a patch that is applied to vLLM; only with :data:`VIA_VLLM`.
+        again: whether this is the second run without the patch.
     """
 
     tokens: int
@@ -135,7 +135,7 @@ def _table() -> Iterator[tuple[Case, str | None]]:
     yield Case(512, 8, NEGATIVE, check=False), RIGHT
     yield Case(512, 8, PAST, check=False), RIGHT
     yield Case(128, 8, INT64), REFUSED
-    # What of the revert's int64 ids: refused as they are; read as int32 they are duplicates.
+    # The int64 ids that the revert blamed: int64 is refused; read as int32 they are duplicates.
     yield Case(257, 8, MISREAD, check=False), CUDA_ILLEGAL_ACCESS
     yield Case(257, 8, MISREAD), SILENT
     yield Case(257, 8, MISREAD, tail=PREVIOUS), None
@@ -154,20 +154,20 @@ MODULE_CASES = dict(_table())
 
 # Qwen3-30B-A3B's, the model of vLLM #39593.
 HIDDEN, INTERMEDIATE = 2048, 768
-# The children compile their Triton kernels, whatever the calling process does, and vLLM takes a FlashInfer
-# whose module is compiled already.
+# Children compile Triton kernels even if the calling process interprets them. The second variable makes vLLM
+# accept a FlashInfer whose module is compiled already.
 CHILD_ENV = {"TRITON_INTERPRET": "0", "VLLM_HAS_FLASHINFER_CUBIN": "1"}
 
 
 def outcome(
     verdict: str, error: str = "", *, wrong_rows: int = 0, wrong_clean_rows: int = 0, nan_rows: int = 0
 ) -> Reading:
-    """What became of one case.
+    """The outcome of one case.
 
     Args:
         verdict: :data:`RIGHT`, :data:`CUDA_ILLEGAL_ACCESS`, :data:`NAN_ROWS`, :data:`SILENT`,
             :data:`REFUSED` (an error before the launch), :data:`TIMED_OUT` or :data:`DIED`.
-        error: what the process said, one line.
+        error: the error message, one line.
         wrong_rows: tokens whose output is wrong.
         wrong_clean_rows: of these, tokens with distinct experts.
         nan_rows: tokens whose output has a NaN.
@@ -225,7 +225,7 @@ def _module(check: bool) -> Module:
 def run_apart(cases: Sequence[Case], at_once: int = 8) -> list[Reading]:
     """Run each case in a process of its own, some at a time; see :func:`run_cases`.
 
-    What is imported of vLLM registers itself with torch, which it can do once a process.
+    vLLM's modules register operators with torch, which is possible only once a process.
     """
     rounds = (cases[first : first + at_once] for first in range(0, len(cases), at_once))
     return [result for some in rounds for result in run_cases(some, processes=len(some))]
@@ -248,7 +248,7 @@ def run_cases(cases: Sequence[Case], *, timeout_s: float = 120, processes: int =
     lanes: list[list[int]] = []
     modules = {}
     for check in (True, False):
-        # One module a process: two that define the same kernels would get in each other's way.
+        # One module per process, because two modules that define the same kernels would conflict.
         group = [index for index, case in enumerate(cases) if case.check is check]
         share = max(1, processes * len(group) // max(1, len(cases)))
         if group:
@@ -265,19 +265,19 @@ def run_cases(cases: Sequence[Case], *, timeout_s: float = 120, processes: int =
         for lane, child, deadline in started:
             results = _results([cases[index] for index in lane], child.wait(deadline - time.monotonic()))
             done |= zip(lane, results, strict=False)
-            # A case that ended its process leaves the rest of its lane to another one.
+            # If a case ended its process, another process runs the rest of its lane.
             lanes += [lane[len(results) :]] if len(results) < len(lane) else []
     return [done[index] for index in range(len(cases))]
 
 
 def _results(cases: Sequence[Case], ended: children.Ended) -> list[Reading]:
-    """The results that a process told before it ended, and that of the case that ended it."""
+    """The results that a process reported before it ended, and the result of the case that ended it."""
     told: list[Reading] = ended.told
     if len(told) < len(cases) and (not told or told[-1].verdict != CUDA_ILLEGAL_ACCESS):
         if ended.code == 1:
-            # An error of Python before the kernel, or behind it, is no outcome of the kernel.
+            # A Python error before or after the kernel is no outcome of the kernel.
             return [*told, absent(ended.last_line)]
-        # It ended in the middle of a case, and could not say why.
+        # It ended in the middle of a case and could not report why.
         return [*told, outcome(TIMED_OUT if ended.code is None else DIED, ended.last_line)]
     return told
 
@@ -289,9 +289,9 @@ def sanitizer_missing() -> str | None:
 
 
 def sanitize(case: Case, device: str = "cuda") -> Reading:
-    """What compute-sanitizer's memcheck says of one case: how many errors, the first, and its kernel.
+    """What compute-sanitizer's memcheck reports for one case: number of errors, the first, and its kernel.
 
-    It is not run where the module or the sanitizer is missing, or said nothing in time.
+    The result is absent if the module or the sanitizer is missing, or if there is no report in time.
     """
     tool = machine.tool("compute-sanitizer")
     if tool is None:
@@ -301,7 +301,7 @@ def sanitize(case: Case, device: str = "cuda") -> Reading:
 
 
 def memcheck(said: str) -> Reading:
-    """What a report of compute-sanitizer's memcheck says."""
+    """Parse a report of compute-sanitizer's memcheck."""
     summary = re.search(r"ERROR SUMMARY: (\d+) error", said)
     if summary is None:
         last = said.strip().splitlines()[-1:]
@@ -321,11 +321,11 @@ Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 def run_in_child(module: Module, cases: Sequence[Case]) -> None:
-    """Run the cases one after another, and tell each result.
+    """Run the cases one after another, and report each result to the parent.
 
     Args:
-        module: of the release that has the bounds check, or of that without it.
-        cases: all of this release.
+        module: of the release with the bounds check, or of the one without.
+        cases: all for this release.
     """
     device.select("cuda")
     fused_moe = _entry(module)
@@ -338,7 +338,7 @@ def run_in_child(module: Module, cases: Sequence[Case]) -> None:
 
 
 def _entry(module: Module) -> Callable[..., Any]:
-    """``cutlass_fused_moe`` of that release over the module of our own build."""
+    """``cutlass_fused_moe`` of that release, with the module that we built."""
     import tvm_ffi
 
     sys.path.insert(0, str(module.root))
@@ -356,7 +356,7 @@ def _fill_free_memory(byte: int) -> None:
         for segment in torch.cuda.memory_snapshot():
             for block in segment["blocks"]:
                 size, small = block["size"], segment["segment_type"] == "small"
-                # The allocator serves up to 1 MiB from small segments, and more from large ones.
+                # The allocator serves up to 1 MiB from small segments, and more from large segments.
                 if block["state"] == "inactive" and small is (size <= 2**20):
                     yield size
                 elif block["state"] == "inactive" and small:
@@ -376,8 +376,8 @@ def bad_logits(case: Case, device: str = "cuda") -> torch.Tensor:
 
 
 def _route(case: Case, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights and ids of a case, both (tokens, top_k); the logits count where they are routed."""
-    # Here and not above: importing them loads Triton, which the calling process need not have.
+    """The weights and ids of a case, both (tokens, top_k); logits are used only for ids that are routed."""
+    # Imported here, because these modules load Triton, which the calling process need not have.
     from staleproof.incidents.moe_routing import broken
     from staleproof.ops.topk import topk_softmax
 
@@ -391,7 +391,7 @@ def _route(case: Case, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     kind = case.ids if case.ids in IDS else "distinct"
     ids = make_ids(kind, case.batch, seed=1, device=DEVICE)
     if case.all_to_all and kind == "all equal":
-        # The id of an expert of rank 0.
+        # Only ids of rank 0's experts.
         ids %= case.experts // 2
     if case.ids == NEGATIVE:
         ids[:fifth] = -1
@@ -403,7 +403,7 @@ def _route(case: Case, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 class Layer(NamedTuple):
-    """Input (tokens, hidden), the weights of the experts, and what each is multiplied by.
+    """Input (tokens, hidden), the weights of the experts, and their scales.
 
     ``scales`` are those of ``x``, ``w1``, ``w2`` and of the product of gate and up, which is rounded to the
     same dtype.
@@ -431,7 +431,7 @@ def _make_layer(case: Case, experts: int) -> Layer:
     dtype, one = DTYPES[case.dtype], torch.ones((), device=DEVICE)
     scales: tuple[torch.Tensor, ...] = (one,) * 4
     if case.dtype == FP8:
-        # Gate and up are about as large as x, and so is their product: up to 16 is room enough.
+        # Gate and up are about as large as x, and so is their product: a range up to 16 is enough.
         scales = (*(t.abs().amax().float() / 448 for t in tensors), one / 28)
     x, w1, w2 = map(_cast, tensors, scales, (dtype,) * 3)
     return Layer(x, w1, w2, scales)
@@ -459,7 +459,7 @@ def _through_vllm(layer: Layer) -> Call:
     quantized = None if layer.x.dtype is torch.bfloat16 else layer.x.dtype
     of_x, of_w1, of_w2, of_inner = layer.scales
     each = torch.ones(len(layer.w1), device=DEVICE)
-    # What its constructor takes from the configuration of a layer on one rank.
+    # The attributes that its constructor derives from the configuration of a layer on one rank.
     vars(experts).update(
         quant_dtype=quantized,
         weight_quant_dtype=quantized,
@@ -480,7 +480,7 @@ def _through_vllm(layer: Layer) -> Call:
 
 def _run_case(case: Case, fused_moe: Callable[..., Any]) -> Reading:
     """Run one case, and compare its output with :func:`_expected`."""
-    # So that the free memory of this case has nothing of the case before.
+    # So that no free memory has content of the previous case.
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     ranks = 2 if case.all_to_all else 1
@@ -500,10 +500,10 @@ def _run_case(case: Case, fused_moe: Callable[..., Any]) -> Reading:
 
 
 def _judged(case: Case, layer: Layer, call: Call) -> Reading:
-    """Call with other ids before, and compare; a row whose logits are NaN belongs to nobody."""
+    """Call with other ids first, then with the case's, and compare; rows with NaN logits are not judged."""
     weights, ids = _route(case, bad_logits(case, DEVICE))
     earlier = make_ids("distinct", case.batch, seed=3, device=DEVICE)
-    # One output for both calls, so that the workspace of the second gets the block of the first.
+    # One output for both calls, so that the second call's workspace gets the same block as the first's.
     out = torch.zeros_like(layer.x, dtype=torch.bfloat16)
 
     def run(weights: torch.Tensor, chosen: torch.Tensor) -> None:
@@ -522,7 +522,7 @@ def _judged(case: Case, layer: Layer, call: Call) -> Reading:
         return outcome(CUDA_ILLEGAL_ACCESS if CUDA_ILLEGAL_ACCESS in text else REFUSED, text)
     live, meant = torch.ones_like(out[:, 0], dtype=torch.bool), ids
     if case.ids == MISREAD:
-        # Misread ids name other experts than those that the router chose.
+        # Misread ids name experts that the router did not choose.
         meant = make_ids("distinct", case.batch, seed=1, device=DEVICE)
     elif case.ids == VIA_VLLM:
         live = ~bad_logits(case, DEVICE).isnan().any(1)

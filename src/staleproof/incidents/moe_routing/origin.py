@@ -1,9 +1,9 @@
 """Where the NaN comes from: padding rows of an attention output that nobody writes.
 
 In piecewise graphs the attention output is ``torch.empty(num_tokens_padded, ...)`` and attention
-writes only the live rows (vLLM 0.18.1 ``attention.py:419``). Here is a server in miniature whose
-tensors share one pool of memory, so that one can look at what the padding rows contain. The ranks
-that run it are in :mod:`staleproof.incidents.moe_routing.ranks`.
+writes only the live rows (vLLM 0.18.1 ``attention.py:419``). This is a miniature server whose tensors share
+one pool of memory, so that the content of padding rows can be inspected. The ranks that run it are in
+:mod:`staleproof.incidents.moe_routing.ranks`.
 
 The requests are generated: as long as GSM8K's, and all due at once.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 REQUESTS = 96
-# Per rank, as ``max_num_seqs`` and ``max_num_batched_tokens`` are.
+# Limits per rank, like vLLM's ``max_num_seqs`` and ``max_num_batched_tokens``.
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 32, 2048
 HIDDEN, HEADS, HEAD_DIM, EXPERTS, INTER, LAYERS, TOP_K = 128, 4, 128, 8, 64, 2, 2
 ATTENTION = HEADS * HEAD_DIM
@@ -27,7 +27,7 @@ POOL_BYTES = 64 * 2**20
 
 
 class Request(NamedTuple):
-    """Tokens of one request: the new ones of its prompt, and those of its answer."""
+    """Tokens of one request: of its prompt without the cached prefix, and of its answer."""
 
     prompt: int
     answer: int
@@ -78,8 +78,8 @@ class Scheduler:
 class Pool:
     """A caching allocator: blocks of 512 bytes, best fit, split, and merged when free again.
 
-    It starts as zeros, and hands memory on as its last tenant left it, as PyTorch's allocator on CUDA
-    does. Its layout, and so the answer, does not depend on what else the process did.
+    It starts with zeros, and reuses memory without clearing it, like PyTorch's allocator on CUDA. Its layout,
+    and so the answer, does not depend on what else the process did.
     """
 
     def __init__(self, device: str, size: int = POOL_BYTES) -> None:
@@ -88,7 +88,7 @@ class Pool:
         self.used: dict[int, int] = {}
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Memory that nobody has written for this tensor."""
+        """Uninitialised memory for a tensor."""
         wanted = torch.Size(shape).numel() * dtype.itemsize
         size = -(-wanted // 512) * 512
         have, at = min((have, at) for at, have in self.free_blocks.items() if have >= size)
@@ -99,7 +99,7 @@ class Pool:
         return self.memory[at : at + wanted].view(dtype).view(shape)
 
     def free(self, x: torch.Tensor) -> None:
-        """Give a whole tensor back."""
+        """Free a tensor."""
         at = x.data_ptr() - self.memory.data_ptr()
         size = self.used.pop(at)
         before = next((b for b, have in self.free_blocks.items() if b + have == at), None)
@@ -110,17 +110,17 @@ class Pool:
 
 
 class TorchAllocator:
-    """PyTorch's own allocator, with the same calls in the same order."""
+    """PyTorch's own allocator, with the same interface as :class:`Pool`."""
 
     def __init__(self, device: str) -> None:
         self.device = device
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Memory that nobody has written for this tensor."""
+        """Uninitialised memory for a tensor."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def free(self, x: torch.Tensor) -> None:
-        """Give a whole tensor back."""
+        """Free a tensor."""
         x.untyped_storage().resize_(0)
 
 
@@ -130,7 +130,7 @@ class Setting:
 
     Attributes:
         ranks: 1, or data-parallel ranks.
-        expert_parallel: whether the ranks share out the experts (DEP) or a slice of each (DP).
+        expert_parallel: whether each rank has whole experts (DEP) or a slice of every expert (DP).
         wide: whether normalisation keeps fp32 intermediates, as fused kernels' fallbacks do.
         zeroed: whether the attention output is zeroed before attention writes to it.
         graphs: whether steps replay captured sizes at all.
@@ -148,7 +148,7 @@ class Setting:
 
 
 class Step(NamedTuple):
-    """What the ranks agreed on: rows of this rank, rows of the longest, and whether a graph runs."""
+    """What the ranks agreed on: rows of this rank, most rows of any rank, and whether a graph runs."""
 
     rows: int
     longest: int
@@ -156,7 +156,7 @@ class Step(NamedTuple):
 
 
 class Model:
-    """Two layers as of a Qwen3 MoE: normalisation, attention, router, experts. Weights are fixed.
+    """Two layers like those of a Qwen3 MoE: normalisation, attention, router, experts. Weights are fixed.
 
     Attention returns the value of the row's own token: only the *padding* rows matter here, and no
     attention writes those.
@@ -201,8 +201,8 @@ class Model:
         """The experts' sum for this rank's rows.
 
         Every rank gathers the rows of all ranks, applies its share of the weights, and the results are
-        added up. Without graphs the ranks have different numbers of rows; each then sends a buffer as
-        long as the longest.
+        added up. Without graphs the ranks have different numbers of rows; each then sends a buffer with
+        as many rows as the longest rank has.
         """
         rows, first = len(x), 0
         if self.setting.ranks > 1:
@@ -223,8 +223,8 @@ class Model:
         """One pass, whose first ``live`` rows belong to requests.
 
         Returns:
-            (3,) int64, on the device: the NaN and the infinities in the padding rows of the attention
-            output, over all layers; the NaN in the live rows of the result.
+            (3,) int64, on the device: the numbers of NaN and of infinities in the padding rows of the
+            attention output, over all layers; the number of NaN in the live rows of the result.
         """
         m, rows = self.memory, step.rows
         x = m.empty(rows, HIDDEN)

@@ -1,4 +1,4 @@
-"""What the notebook of incident 3 draws: which entries of the expert map a batch leaves unwritten."""
+"""Data for the figure of incident 3's notebook: entries of the expert map that a batch leaves unwritten."""
 
 from __future__ import annotations
 

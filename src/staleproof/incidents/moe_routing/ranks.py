@@ -1,6 +1,6 @@
-"""The ranks of the server in miniature: they agree on each step and count what their padding contains.
+"""The ranks of the miniature server: they agree on each step and count bad values in their padding.
 
-Each rank is a process of its own, also when there is only one. Requests are dealt out in turn.
+Each rank is a process of its own, even if there is only one. Requests are assigned to the ranks in turn.
 """
 
 from __future__ import annotations
@@ -96,15 +96,15 @@ def serve_trace(setting: Setting, device: str, rank: int = 0) -> Passes:
 
 
 def serve_ranks(settings: Sequence[Setting], device: str, *, timeout_s: float = TIMEOUT_S) -> list[Passes]:
-    """Serve each setting, all of as many ranks, in that many processes: gloo, or NCCL on CUDA.
+    """Serve each setting with one process per rank: gloo, or NCCL on CUDA.
 
     Args:
         settings: servers, one after another; their ``ranks`` are equal.
         device: ``cpu``, or ``cuda`` with a GPU for each rank.
-        timeout_s: for all of it; the processes are ended then.
+        timeout_s: for all settings together; then the processes are ended.
 
     Returns:
-        The ranks' counts added up, one a setting.
+        For each setting, the counts summed over the ranks.
 
     Raises:
         ChildError: a rank failed, was too slow, or ran other sizes than its neighbour.
@@ -115,7 +115,7 @@ def serve_ranks(settings: Sequence[Setting], device: str, *, timeout_s: float = 
 
 
 def _serve_as_rank(rank: int, meeting: str, settings: Sequence[Setting], device: str) -> list[Passes]:
-    """One rank, in its own process: what it ran, one a setting."""
+    """Run one rank in its own process; returns its passes for each setting."""
     torch.set_num_threads(1)
     if device == "cuda":
         device = f"cuda:{rank}"

@@ -77,7 +77,7 @@ def nan_bias(x: torch.Tensor) -> RouterInput:
     return RouterInput(x, softmax=False, bias=bias)
 
 
-# Kind of input -> what makes it of finite logits.
+# Kind of input -> the function that makes it from finite logits.
 INPUTS: dict[str, Callable[[torch.Tensor], RouterInput]] = {
     "all NaN, softmax": _all_nan,
     "one NaN, softmax": _one_nan,
@@ -108,7 +108,7 @@ def vllm_ops(variable: str = VLLM_VARIABLE) -> Any:
 
 
 def vllm_evidence(variable: str = VLLM_VARIABLE) -> Evidence:
-    """Which release of vLLM the library is of that an environment variable names."""
+    """The release of vLLM to which the library belongs that an environment variable names."""
     return real_file("vllm", Path(os.environ[variable]))
 
 
@@ -142,9 +142,9 @@ class Selector:
 
     Attributes:
         select: the choice.
-        experts: how many there are to choose from.
-        top_k: how many it chooses.
-        rows: of the batch; few where Triton's interpreter sorts, which is slow.
+        experts: number of experts to choose from.
+        top_k: number of experts it chooses.
+        rows: of the batch; few if Triton's interpreter sorts, which is slow.
     """
 
     select: Select
@@ -177,12 +177,12 @@ class RoutingCase:
     Attributes:
         choice: a key of :data:`ROUTES`, or a remedy (:data:`REMEDIES`) of the warp's argmax.
         softmax: whether scores are a softmax; a sigmoid otherwise.
-        bad: ``padding``, ``live row`` or ``bias`` is NaN, or ``part of the bias``; ``odd padding`` holds one
-            NaN, one Inf or only -Inf in a row; ``infinity`` is one in a live row; or ``nowhere``.
+        bad: where NaN is: ``padding``, ``live row``, ``bias``, ``part of the bias`` or ``nowhere``. Or ``odd
+            padding``, whose rows have one NaN, one Inf or only -Inf; or ``infinity``, one in a live row.
         batch: its shape.
         before: what the memory of the map contained, see :func:`consumer.observe`.
         guard: whether the consumer checks bounds.
-        spread: whether padding rows stand between the live ones; else they come last, as in vLLM.
+        spread: whether padding rows are between the live ones; otherwise they come last, as in vLLM.
     """
 
     choice: str = "none"
@@ -241,7 +241,7 @@ def _skip_from_the_first(weights: torch.Tensor, ids: torch.Tensor, padding: torc
     return weights.masked_fill(behind, 0.0), ids.masked_fill(behind, -1)
 
 
-# Choices that take the crash away and are wrong.
+# Choices that avoid the crash but are wrong.
 WRONG_ROUTES: dict[str, Route] = {
     "torch_topk": lambda given, top_k, padding: select_torch(given, top_k),
     "takes_the_worst": _then(lambda weights, ids, padding: (weights, TOP_10.experts - 1 - ids)),
@@ -257,7 +257,7 @@ ROUTES: dict[str, Route] = {
 }
 
 
-# Their scores are torch's, which rounds otherwise than our kernels.
+# These use torch's scores, which are rounded differently from our kernels'.
 TORCHS_SCORES = {*REMEDIES, "torch_topk", "whole_nan_rows_only"}
 
 
@@ -271,7 +271,7 @@ def routed(case: RoutingCase, device: str) -> Routed:
 
 
 def serve(case: RoutingCase, device: str) -> Reading:
-    """What became of the batch in the consumer."""
+    """The outcome of the batch in the consumer."""
     ids = routed(case, device)[1]
     return consumer.observe(case.batch, ids, device, before=case.before, guard=case.guard)
 
