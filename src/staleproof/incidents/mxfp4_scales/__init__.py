@@ -1,1 +1,1 @@
-"""Incident 6: bytes behind the MXFP4 scales of gpt-oss decide its answers on Hopper."""
+"""Incident 6: bytes after the MXFP4 scales of gpt-oss change its answers on Hopper."""

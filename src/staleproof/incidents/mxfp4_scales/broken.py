@@ -16,21 +16,21 @@ from staleproof.check import require
 from staleproof.kernels.mxfp4 import GROUP, Matrix, Shape, values
 from staleproof.kernels.vllm_matmul_ogs import ALPHA, LIMIT
 
-# Values of K that a tile of Hopper's kernel takes at once: 4 groups.
+# Values along K in a tile of Hopper's kernel: 4 groups of scales.
 TILE = 128
 NONE, LANES, GROUPS = "none", "lanes", "groups"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to store and read the scales; the default is what vLLM 0.16.0 to 0.25.1 ship.
+    """One way to store and read the scales; the default is that of vLLM 0.16.0 to 0.25.1.
 
     Attributes:
         align: the layout pads the groups to a multiple of this. The kernel reads multiples of 4.
-        mask: what the kernel leaves out of its last tile: ``"none"``; ``"lanes"`` of the swizzled load, as
-            vLLM #47323 proposes; ``"groups"`` behind K after the unswizzle, as triton #10190.
+        mask: what the kernel masks in its last tile: ``"none"``; ``"lanes"`` of the swizzled load, as vLLM
+            #47323 proposes; ``"groups"`` beyond K after the unswizzle, as triton #10190.
         drops_nan: whether the clamps of SwiGLU drop a NaN, as ``tl.minimum`` and ``fmin`` do.
-        warps: of the kernel, which the layout depends on.
+        warps: number of warps of the kernel, which determines the layout.
     """
 
     align: int = 2
@@ -53,7 +53,7 @@ def stored_groups(shape: Shape, kernel: Kernel) -> int:
 
 
 def read_groups(shape: Shape) -> int:
-    """Groups of scales that the kernel reads of a row: those of whole tiles.
+    """Groups of scales that the kernel reads for a row, in whole tiles.
 
     >>> read_groups(Shape(32, 5760, 2880)), stored_groups(Shape(32, 5760, 2880), SHIPPED)
     (92, 90)
@@ -73,10 +73,10 @@ def stored_bytes(shape: Shape, kernel: Kernel) -> int:
 def byte_of(
     expert: torch.Tensor, row: torch.Tensor, group: torch.Tensor, shape: Shape, kernel: Kernel = SHIPPED
 ) -> torch.Tensor:
-    """Where the scale of one row and group lies, counted in bytes from the first scale.
+    """The byte offset of the scale of one row and group from the first scale.
 
-    A storage row holds 32 rows of the matrix: row ``m`` is in row ``(m // 256) * 8 + m // 16 % 8`` of
-    storage, if there are 8 warps. Two groups take 64 bytes of it.
+    A storage row holds 32 rows of the matrix: with 8 warps, row ``m`` is in storage row
+    ``(m // 256) * 8 + m // 16 % 8``. Two groups take 64 bytes of it.
 
     Args:
         expert, row, group: integers; broadcast against each other.
@@ -102,7 +102,7 @@ def reach(shape: Shape, kernel: Kernel = SHIPPED) -> torch.Tensor:
 
 
 def past_the_end(shape: Shape, kernel: Kernel = SHIPPED) -> int:
-    """How many bytes behind the last scale the kernel reads.
+    """How many bytes the kernel reads past the last scale.
 
     The last row of the last expert reads furthest, so the others need not be looked at.
 
@@ -115,7 +115,7 @@ def past_the_end(shape: Shape, kernel: Kernel = SHIPPED) -> int:
 
 
 def columns_behind(shape: Shape, kernel: Kernel = SHIPPED) -> dict[int, int]:
-    """Byte behind the end -> column of the product that it decides; a column of padding is left out."""
+    """Byte past the end -> column of the product that it changes; columns of padding are omitted."""
     last = shape._replace(experts=1)
     offsets = reach(last, kernel)[0] - stored_bytes(last, kernel)
     found = (offsets >= 0).nonzero().tolist()
@@ -128,7 +128,7 @@ def swizzled(scale: torch.Tensor, kernel: Kernel = SHIPPED, pad: int = 0) -> tor
     Args:
         scale: (experts, n, groups) uint8.
         kernel: the layout.
-        pad: what its padding holds.
+        pad: the value of the padding.
     """
     experts, n, groups = scale.shape
     shape = Shape(experts, n, groups * GROUP)
@@ -140,7 +140,7 @@ def swizzled(scale: torch.Tensor, kernel: Kernel = SHIPPED, pad: int = 0) -> tor
 
 
 def e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """What the kernel makes of scale bytes: it shifts them into a bf16's exponent, where 0xff is infinity.
+    """Scale bytes as the kernel decodes them: shifted into a bf16's exponent, where 0xff is infinity.
 
     >>> e8m0(torch.tensor([127, 128, 0xFE, 0xFF], dtype=torch.uint8)).tolist()
     [1.0, 2.0, 1.7014118346046923e+38, inf]
@@ -153,9 +153,9 @@ def product(x: torch.Tensor, matrix: Matrix, slab: torch.Tensor, kernel: Kernel 
 
     Args:
         x: (experts, rows, k) or (rows, k).
-        matrix: its weights; its scales are those of the slab.
-        slab: (bytes,) uint8; :func:`swizzled` scales, and whatever lies behind them.
-        kernel: what it leaves out.
+        matrix: the weights; its scales are not used.
+        slab: (bytes,) uint8; :func:`swizzled` scales, and the bytes after them.
+        kernel: its layout and mask.
 
     Returns:
         (experts, rows, n) fp32.
@@ -172,7 +172,8 @@ def product(x: torch.Tensor, matrix: Matrix, slab: torch.Tensor, kernel: Kernel 
     if kernel.mask == GROUPS:
         scale = torch.where(group % 4 * GROUP < left, scale, 0)
     if kernel.mask == LANES:
-        # Of the four times 32 lanes of a tile, each two hold two groups, for other rows.
+        # A tile has four times 32 lanes. Two of the four hold two groups of one set of rows, the other two
+        # those of another set.
         lane = group % 4 // 2 * 2 + torch.arange(shape.n)[:, None] // (16 * kernel.warps) % 2
         scale = torch.where(lane * GROUP < left, scale, 0)
     pad = _up(shape.k, TILE) - shape.k

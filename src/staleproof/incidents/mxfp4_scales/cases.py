@@ -1,4 +1,4 @@
-"""The cases of incident 6: which bytes are read, what they make of an answer, and what cures it."""
+"""The cases of incident 6: which bytes are read, how they change an answer, and which remedies work."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WORDS = "scales"
 INSIDE, PAST, ILLEGAL = "inside", "past the end", "illegal memory access"
 ALWAYS, SOMETIMES, NEVER = "always 0xff", "0xff now and then", "never 0xff"
 
-# Projections of gpt-oss: K of the first is the hidden size, 2880. vLLM rounds the intermediate size that
-# a rank has up to a multiple of 64, and K of the second is that.
+# Projections of gpt-oss. K of the first is the hidden size, 2880. K of the second is the intermediate size of
+# a rank, which vLLM rounds up to a multiple of 64.
 OF_RANK = {"": 2880, ", TP 2": 1472, ", TP 4": 768, ", TP 8": 384}
 SHAPES = {"gpt-oss-20b w13": Shape(32, 5760, 2880)}
 SHAPES |= {f"gpt-oss-120b w13{tp}": Shape(128, 2 * size, 2880) for tp, size in OF_RANK.items()}
@@ -36,7 +36,7 @@ SHAPES |= {f"K {k}": Shape(32, 5760, k) for k in (2944, 3072)}
 
 
 def over_read(shape: Shape, device: str) -> Reading:
-    """How many bytes behind the last scale the kernel reads, and which columns of the product they decide."""
+    """How many bytes the kernel reads past the last scale, and which columns of the product they change."""
     behind, reaching, padded = broken.past_the_end(shape), broken.columns_behind(shape), Kernel(align=4)
     return reading(
         PAST if behind else INSIDE,
@@ -50,25 +50,25 @@ def over_read(shape: Shape, device: str) -> Reading:
 
 
 def memory_behind(name: str, device: str) -> Reading:
-    """How often a byte 0xff is among the 32 bytes that reach a column of gpt-oss' first product; counted."""
+    """How often, by count, the 32 bytes that reach a column of gpt-oss' first product contain a 0xff."""
     chance = float((scene.bytes_of(name, 20_000 * 32).view(-1, 32) == 0xFF).any(1).float().mean())
     word = NEVER if chance == 0 else ALWAYS if chance == 1 else SOMETIMES
     return reading(word, counted=chance, first_bytes=scene.bytes_of(name, 8).tolist())
 
 
 def byte_values(values: Sequence[int], device: str) -> Reading:
-    """Which of these bytes, as a scale, make a NaN of a weight of 0."""
+    """Which of these bytes, as a scale, turn a weight of 0 into NaN."""
     found = (broken.e8m0(torch.tensor(values, dtype=torch.uint8)) * 0).isnan().nonzero().flatten()
     return reading(NAN if len(found) else RIGHT, asked=len(values), nan=len(found))
 
 
 @dataclass(frozen=True)
 class Ingredients:
-    """All that the silent answer needs.
+    """The ingredients of the silent wrong answer.
 
     Attributes:
         kernel: layout, mask and clamps.
-        fill: what lies behind the scales.
+        fill: the bytes after the scales.
         hidden: K of the first product.
         routed: whether a token is routed to the last expert.
     """
@@ -87,7 +87,8 @@ def silent(a: Ingredients, device: str) -> Reading:
     return scene.judged(layer, partial(scene.layer, kernel=a.kernel), [a.fill])[0]
 
 
-# --- vLLM's own kernel. A probe is what a child tells its answer by; a remedy's is (remedy, fill, tokens).
+# --- vLLM's own kernel. A probe is the key under which a child reports an answer; for a remedy it is
+# (remedy, fill, tokens).
 
 Probe = tuple[Any, ...]
 Told = Mapping[Any, Any]
@@ -120,7 +121,7 @@ def _whole(probe: Any) -> Evidence:
 
 
 def _children(*calls: Probe) -> Told:
-    """What child processes told, by probe; an error of one is raised where its answers are asked for."""
+    """Answers of child processes by probe. If a child fails, :func:`answer` raises for missing answers."""
     told: dict[Any, Any] = {}
     for function, *arguments in calls:
         ended = children.call(function, *arguments, timeout_s=300)
@@ -145,14 +146,14 @@ ENGINE = Scene("a whole vLLM", lambda device: _children((whole.ask,)))
 
 
 def answer(probe: Any, device: str, told: Told) -> Reading:
-    """What a child told about this probe."""
+    """The answer of a child to this probe."""
     if probe not in told:
         raise MissingError(told.get("ended", f"{probe} was not asked"))
     return told[probe]
 
 
 def served(stage: str, device: str, told: Told) -> Reading:
-    """What a whole vLLM answers at a stage, beside its answers with zeros behind the scales."""
+    """Answers of a whole vLLM at a stage, compared with those after free bytes behind scales are zeroed."""
     said: Any = answer(stage, device, told)
     pairs = [*zip(said["answers"], said["over_zeros"], strict=True)]
     changed = sum(ours != theirs for ours, theirs in pairs)
@@ -178,7 +179,7 @@ def _watch(name: str, device: str) -> Reading:
 
 
 def _unmoved(ask: Callable[..., Reading]) -> Callable[..., str | None]:
-    """The comparison behind a fix: with the remedy 0xff changes no row of what zeros give."""
+    """The comparison for a fix: with the remedy, 0xff after the scales must give the same rows as zeros."""
 
     def wrong(*asked: Any) -> str | None:
         changed = ask(*asked).numbers["changed"]
@@ -188,7 +189,7 @@ def _unmoved(ask: Callable[..., Reading]) -> Callable[..., str | None]:
 
 
 def _drawn(name: str, device: str) -> str:
-    """Whether one of these random bytes that reach a column of the first product is 0xff.
+    """The expected verdict: whether a random byte that reaches a column of the first product is 0xff.
 
     The layers of the two devices have other sizes, so that other bytes reach their columns.
     """
@@ -207,14 +208,14 @@ ALLOCATOR = "what the allocator puts there is what is asked"
 CURED = ("loader_pads", "layout_pads", "mask_after_load", "mask_load")
 LAYER = {name: RIGHT if name in CURED else WRONG for name in REMEDIES}
 ODD = {name: RIGHT if name == "mask_after_load" else NAN for name in REMEDIES}
-# The read is inside with more groups in memory, or fewer read. A mask after the load changes no read.
+# The read stays inside if more groups are stored or fewer are read. A mask after the load changes no read.
 GUARD = {name: ILLEGAL if name in ("none", "mask_after_load") else RIGHT for name in READERS}
 OF_K = {name: PAST if 1 <= shape.k % 128 <= 64 else INSIDE for name, shape in SHAPES.items()}
 VALUES = {"0xff": [0xFF], "the 255 others": range(0xFF)}
 OF_BYTE = {"0xff": NAN, "the 255 others": RIGHT}
 BATCHES = {f"{r}, tokens: {n}": _layer(r, tokens=n) for r in real.BATCHED for n in real.BATCHES}
 ZEROS = {r: _layer(r, "0x00") for r in REMEDIES}
-# What is left out, and the verdict then.
+# The ingredient that is removed, and the verdict then.
 WITHOUT: dict[str, tuple[dict[str, Any], str]] = {
     "pairs of groups in memory": ({"kernel": Kernel(align=4)}, RIGHT),
     "a load without a mask": ({"kernel": Kernel(mask=GROUPS)}, RIGHT),

@@ -1,4 +1,4 @@
-"""Which stage of the layer each token's fault is seen in."""
+"""The stages of the layer in which each token shows the fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def stages(fill: str, kernel: Kernel = SHIPPED, hidden: int = scene.SMALL.hidden
     """For each token of the small layer, and each of :data:`STAGES`: finite, NaN, or wrong and finite.
 
     Args:
-        fill: the bytes behind the scales, a name in :data:`staleproof.incidents.mxfp4_scales.scene.BEHIND`.
+        fill: the bytes after the scales, a name in :data:`staleproof.incidents.mxfp4_scales.scene.BEHIND`.
         kernel: the fault, or a remedy.
         hidden: K of the first product, a multiple of 32.
 
@@ -29,7 +29,7 @@ def stages(fill: str, kernel: Kernel = SHIPPED, hidden: int = scene.SMALL.hidden
 
     def of(name: str) -> list[torch.Tensor]:
         slab = torch.cat([broken.swizzled(a.w13.scale, kernel), scene.bytes_of(name)])
-        # (tokens, top_k, n): what each token's experts give it.
+        # (tokens, top_k, n): the product of each token with its experts.
         first = broken.product(a.x, a.w13, slab, kernel)[a.topk_ids.T, torch.arange(len(a.x))].transpose(0, 1)
         inner = broken.swiglu(first, kernel.drops_nan)
         return [first, inner, scene.layer(a, scene.bytes_of(name), kernel)[0]]

@@ -1,7 +1,7 @@
 """vLLM's own kernel and loader on this incident's layer.
 
-What takes a device runs in a child process: the package is imported for good, and a read past a mapping ends
-the process.
+Everything that uses the device runs in a child process, because the package cannot be unloaded, and a read
+past a mapping ends the process.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from staleproof.kernels import mxfp4, vllm_sources
 from staleproof.kernels.vllm_matmul_ogs import SAMPLER, MatmulOgs, Operand, version
 from staleproof.vllm.patches.mxfp4_scales import PATCHES
 
-# Batches of the layer on a GPU, with these remedies; elsewhere the first alone.
+# Batch sizes of the layer on a GPU, with these remedies. Otherwise only the first batch size is used.
 BATCHED, BATCHES = ("none", "loader_pads"), (scene.TOKENS, 1, 8, 64, 512, 4096)
-# K of products that read nothing past the end.
+# Values of K for which the product reads nothing past the end.
 CONTROLS = {"cpu": (128, 256), "cuda": (2944, 3072)}
-# The others change nothing of how the kernel reads its own memory.
+# Remedies that change which scales are read or used. The other two do not change the kernel's reads.
 READERS = [name for name in REMEDIES if name not in ("nan_to_num", "zero_once")]
-# Without a remedy, asked once more after the others.
+# One more run without a remedy, after the others.
 AGAIN = "again"
 
 
 def converted(m: MatmulOgs, matrix: Matrix, remedy: str = "none", swizzle: Any = None) -> Operand:
-    """A checkpoint's matrix as vLLM's loader converts it; ``swizzle`` is another loader."""
+    """A checkpoint's matrix as vLLM's loader converts it; ``swizzle`` is the loader of another release."""
     scale = matrix.scale
     if REMEDIES[remedy].pads:
         scale = functional.pad(scale, (0, -scale.shape[-1] % 4))
@@ -46,13 +46,13 @@ def converted(m: MatmulOgs, matrix: Matrix, remedy: str = "none", swizzle: Any =
 
 
 def runner(m: MatmulOgs, a: Layer, remedy: str = "none", swizzle: Any = None) -> scene.Run:
-    """Computes a layer of these weights with bytes behind the scales of both projections."""
+    """A function that computes the layer with given bytes after the scales of both projections."""
     w13, w2 = (converted(m, matrix, remedy, swizzle) for matrix in (a.w13, a.w2))
     return lambda a, behind: m.moe(a.x, a.topk_ids, a.topk_weights, w13.in_slab(behind), w2.in_slab(behind))
 
 
 def product(m: MatmulOgs, x: torch.Tensor, matrix: Matrix, put: Operand) -> Reading:
-    """The first product alone: its worst error, and where it holds NaN."""
+    """The first product alone: its worst error, and where it has NaN."""
     y, worst = m.product(x, put).float(), 0.0
     bad = ~y.isfinite()
     for expert in range(len(y)):
@@ -66,11 +66,11 @@ def product(m: MatmulOgs, x: torch.Tensor, matrix: Matrix, put: Operand) -> Read
 
 
 def package(device: str, *remedies: str) -> None:
-    """Child: ask the package with these remedies, which need the same line of it changed.
+    """Child: run the package with these remedies, which must all edit the same line of it, or none.
 
     Args:
         device: where it runs.
-        remedies: names in :data:`REMEDIES`; ``"again"`` asks without a remedy once more.
+        remedies: names in :data:`REMEDIES`; ``"again"`` is one more run without a remedy.
     """
     m = MatmulOgs(device, REMEDIES[remedies[0]].edit)
     for label in remedies:
@@ -91,9 +91,9 @@ def package(device: str, *remedies: str) -> None:
 
 
 def table(device: str) -> None:
-    """Child: the first product over all that may lie behind, and of sizes that read nothing there.
+    """Child: the first product with each content after the scales, and with sizes that read nothing there.
 
-    Also whether our index function puts each scale where the package's layout does.
+    It also checks that our index function puts each scale where the package's layout does.
     """
     m, size = MatmulOgs(device), scene.SIZES[device]
     generator = torch.Generator(device).manual_seed(1)
@@ -129,11 +129,11 @@ def cost() -> Reading:
 
 
 def loader(device: str, release: str | None = None, folder: str | None = None) -> None:
-    """Child: the layer with a loader, off / on / off with the patch; 0xff lies behind.
+    """Child: the layer with a loader, off / on / off with the patch, and 0xff after the scales.
 
     Args:
         device: where it runs.
-        release, folder: of another vLLM's loader; the package's own by default.
+        release, folder: of another vLLM whose loader to use; by default the package's own.
     """
     m, (patch,), a = MatmulOgs(device), PATCHES, scene.layer_on(device)
     with m.loader(Path(folder or m.root)) as module:
@@ -145,7 +145,7 @@ def loader(device: str, release: str | None = None, folder: str | None = None) -
 
 
 def guarded(remedy: str) -> Reading:
-    """Child: gpt-oss' first product, its scales at the end of a mapping. A read past it does not return."""
+    """Child: gpt-oss' first product, with its scales at the end of a mapping. A read past it is fatal."""
     m, a = MatmulOgs("cuda", REMEDIES[remedy].edit), scene.layer_on("cuda")
     put = converted(m, a.w13, remedy)
     memory = mapped(put.flat.numel(), "cuda")
@@ -154,25 +154,25 @@ def guarded(remedy: str) -> Reading:
 
 
 def watch() -> Reading:
-    """Child: what a watch behind gpt-oss' layer of 512 tokens could see."""
+    """Child: what a monitor of the output of gpt-oss' layer with 512 tokens could see."""
     m, a = MatmulOgs("cuda"), scene.layer_on("cuda", tokens=512)
     return scene.watched(a, runner(m, a))
 
 
 def marlin() -> Reading:
-    """Child: gpt-oss' layer with Marlin's kernel of an installed vLLM, 0xff behind its scales."""
+    """Child: gpt-oss' layer with the Marlin kernel of an installed vLLM and 0xff after its scales."""
     a = scene.layer_on("cuda")
     moe = mxfp4.marlin(a.w13, a.w2)
     return scene.judged(a, lambda a, behind: (moe(a.x, a.topk_ids, a.topk_weights, behind), a.x))[1]
 
 
-# Of gpt-oss-20b, beside the experts: layers, vocabulary, and what a server of vLLM 0.22.1 reserves.
+# Sizes of gpt-oss-20b apart from the experts: layers, vocabulary, and what a server of vLLM 0.22.1 reserves.
 LAYERS, VOCABULARY, PROFILED_TOKENS, PROFILED_REQUESTS = 24, 201_088, 8192, 256
 KV_BYTES, STEPS = 256 * 2**20, (1, 2, 3, 8, 64)
 
 
 def behind(scales: torch.Tensor, owners: Mapping[int, str] | None = None) -> tuple[str, list[int]]:
-    """Who owns the block right behind the scales, and the first 32 bytes there.
+    """The owner of the block right after the scales, and the first 32 bytes there.
 
     Args:
         scales: as bytes.
@@ -188,12 +188,12 @@ def behind(scales: torch.Tensor, owners: Mapping[int, str] | None = None) -> tup
 
 
 def neighbour(device: str) -> None:
-    """Child: load 24 layers as vLLM does, then allocate as it does, and look behind the scales at each stage.
+    """Child: load 24 layers and allocate as vLLM does, and inspect the bytes after the scales at each stage.
 
-    Nothing is placed by hand. The loader and the sampler are vLLM's; the order is that of its model runner:
-    parameters with the checkpoint, the conversion of each layer, a profile run with a sampler, KV caches,
-    and steps in which some requests sample with top-p. At each stage vLLM's kernel computes two tokens in
-    every layer, beside the same with padded scales.
+    Nothing is placed by hand. The loader and the sampler are vLLM's. The order is that of its model runner:
+    parameters of the checkpoint, the conversion of each layer, a profile run with a sampler, KV caches, and
+    steps in which some requests sample with top-p. At each stage vLLM's kernel computes two tokens in every
+    layer; the result is compared with that of padded scales.
     """
     m = MatmulOgs(device)
     with vllm_sources.executed(m.root, SAMPLER):

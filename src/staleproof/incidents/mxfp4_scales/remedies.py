@@ -1,4 +1,4 @@
-"""What was tried against the bytes behind the scales, upstream or by users."""
+"""Remedies that upstream or users tried against the bytes after the scales."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Remedy:
     """One remedy.
 
     Attributes:
-        kernel: our replica with it.
-        edit: the line of the package that it changes; ``None``: the package stays as shipped.
+        kernel: our replica with the remedy.
+        edit: the line of the package that it changes; ``None``: the package is unchanged.
         pads: whether the loader pads the scales to 4 groups before it converts them.
         filters: whether NaN in the layer's output become 0.
     """
@@ -45,8 +45,8 @@ REMEDIES = {
     "mask_after_load": Remedy(Kernel(mask=GROUPS), Edit(_KERNEL, _LOAD, _CLEARED)),
     # vLLM #47323.
     "mask_load": Remedy(Kernel(mask=LANES), Edit(_KERNEL, _LOAD, _MASKED_LOAD)),
-    # Behind the layer.
+    # Applied to the layer's output.
     "nan_to_num": Remedy(filters=True),
-    # The bytes behind, at load: a later tenant writes them again.
+    # Zeroes the bytes after the scales at load, but a later owner of that memory writes it again.
     "zero_once": Remedy(),
 }

@@ -1,7 +1,6 @@
-"""A layer of gpt-oss' experts, its scales in a slab with chosen bytes behind them, and who judges it.
+"""A layer of gpt-oss' experts with chosen bytes after its scales in memory, and functions that judge it.
 
-:func:`layer` computes it with our replica. :mod:`real` asks vLLM's
-own kernel.
+:func:`layer` computes it with our replica, :mod:`real` with vLLM's own kernel.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
 from staleproof.kernels import mxfp4
 
 RIGHT, NAN, WRONG = "right", "NaN", "wrong, finite"
-# Relative error of a row: intermediate and result are rounded to bf16. The kernels' own is below 5e-3.
+# Allowed relative error of a row: intermediate and result are rounded to bf16. The kernels' is below 5e-3.
 BUDGET = rounding(torch.bfloat16, 2)
-# Bytes behind the scales that a test fills; the kernel reads the first 64.
+# Bytes after the scales that a test fills; the kernel reads the first 64.
 TAIL = 4096
 
 
@@ -37,7 +36,7 @@ class Size(NamedTuple):
     top_k: int
 
 
-# Both first products read past the end, and only the small one's second does not.
+# Both layers' first products read past the end, and GPT_OSS's second too, but not SMALL's second.
 SMALL, GPT_OSS = Size(4, 192, 128, 2), Size(32, 2880, 2880, 4)
 SIZES = {"cpu": SMALL, "cuda": GPT_OSS}
 TOKENS = 12
@@ -89,7 +88,7 @@ def layer_on(device: str, size: Size | None = None, tokens: int = TOKENS) -> Lay
 def _experts(
     a: Layer, product: Callable[[torch.Tensor, Matrix, int], torch.Tensor], drops_nan: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's output and intermediate; ``product(x, matrix, expert)`` is one expert's."""
+    """A layer's output and intermediate; ``product(x, matrix, expert)`` computes one expert's product."""
     out, inners = torch.zeros(a.x.shape, device=a.x.device), []
     for expert in range(a.w13.shape.experts):
         token, place = (a.topk_ids == expert).nonzero(as_tuple=True)
@@ -107,10 +106,10 @@ def exact(x: torch.Tensor, matrix: Matrix, expert: int) -> torch.Tensor:
 def layer(
     a: Layer, behind: torch.Tensor, kernel: Kernel = broken.SHIPPED
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer as our replica computes it, with the same bytes behind the scales of both projections.
+    """The layer as our replica computes it, with the same bytes after the scales of both projections.
 
     Args:
-        a: on the CPU.
+        a: the layer, on the CPU.
         behind: (n,) uint8, at least the 64 bytes that are read.
         kernel: the fault, or a remedy.
 
@@ -125,7 +124,7 @@ def layer(
     return _experts(a, product, kernel.drops_nan)
 
 
-# What may lie behind: a dtype, and a constant of it, the ends of a range to draw from, or None: N(0, 1).
+# Contents after the scales: a dtype, and a constant, the ends of a range to draw from, or None for N(0, 1).
 BEHIND: dict[str, tuple[torch.dtype, Any]] = {
     "0x00": (torch.uint8, 0x00),
     "0x7f": (torch.uint8, 0x7F),
@@ -134,7 +133,7 @@ BEHIND: dict[str, tuple[torch.dtype, Any]] = {
     "int32 -1": (torch.int32, -1),
     "bf16 -inf": (torch.bfloat16, -torch.inf),
     "fp32 -inf": (torch.float32, -torch.inf),
-    # By their bits: a NaN that is computed may hold others.
+    # As bits, because a computed NaN may have other bits.
     "bf16 NaN, 0x7fc0": (torch.int16, 0x7FC0),
     "fp32 NaN, 0x7fc00000": (torch.int32, 0x7FC00000),
     "bf16 N(0, 1)": (torch.bfloat16, None),
@@ -145,7 +144,7 @@ BEHIND: dict[str, tuple[torch.dtype, Any]] = {
 
 
 def bytes_of(name: str, n: int = TAIL) -> torch.Tensor:
-    """Bytes to put behind the scales, (n,) uint8, by their name in :data:`BEHIND`."""
+    """Bytes to put after the scales, (n,) uint8, by their name in :data:`BEHIND`."""
     dtype, what = BEHIND[name]
     generator, sizes = torch.Generator().manual_seed(0), (n // dtype.itemsize,)
     if what is None:
@@ -158,18 +157,18 @@ def bytes_of(name: str, n: int = TAIL) -> torch.Tensor:
 
 
 FILLS = ("0x00", "0xff")
-# Computes a layer with these bytes behind its scales: output and intermediate.
+# Computes output and intermediate of a layer with these bytes after its scales.
 Run = Callable[[Layer, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def judged(a: Layer, run: Run, fills: Sequence[str] = FILLS, filters: bool = False) -> list[Reading]:
-    """Judge a layer with each of these bytes behind its scales, beside a reference and beside zeros.
+    """Judge a layer with each of these contents after its scales, against a reference and against zeros.
 
     Args:
         a: the layer.
         run: computes it.
         fills: names in :data:`BEHIND`.
-        filters: whether NaN in the output become 0 before anybody looks.
+        filters: whether NaN in the output are replaced by 0 before the comparison.
     """
     (right, _), over_zeros = _experts(a, exact), run(a, bytes_of("0x00"))
     clean, said = over_zeros[0], []
@@ -196,7 +195,7 @@ def judged(a: Layer, run: Run, fills: Sequence[str] = FILLS, filters: bool = Fal
 
 
 def replica(remedy: str, device: str = "cpu", fill: str = "0xff") -> Reading:
-    """Our replica of the small layer with one remedy and these bytes behind its scales.
+    """Our replica of the small layer with one remedy and these bytes after its scales.
 
     >>> replica("none", fill="0xfe").verdict, replica("none").verdict
     ('right', 'wrong, finite')
@@ -205,22 +204,22 @@ def replica(remedy: str, device: str = "cpu", fill: str = "0xff") -> Reading:
     return judged(a, partial(layer, kernel=how.kernel), [fill], how.filters)[0]
 
 
-# Factors of the layer's input: from hardly any gate at its limit to nearly all.
+# Factors of the layer's input. With the smallest hardly any gate is clamped, with the largest nearly all are.
 LOUDER = (0.25, 1.0, 4.0, 16.0, 64.0)
 
 
 def watched(a: Layer, run: Run) -> Reading:
-    """What a watch behind the layer could tell a hit row by, over :data:`LOUDER` inputs.
+    """By what a monitor after the layer could detect an affected row, for each factor in :data:`LOUDER`.
 
     Args:
         a: the layer.
-        run: computes a layer with these bytes behind its scales: output and intermediate.
+        run: computes output and intermediate of a layer with these bytes after its scales.
 
     Returns:
-        For each content behind, a list over the inputs: rows with NaN; the norm of the smallest hit row over
-        that of the largest other row; the part of the hit rows of the intermediate whose changed numbers are
-        all 56. And of clean rows, false alarms of such a watch: the part with a 56, and with 56 in all of
-        the columns that 0xff changes.
+        For each content after the scales, a list over the inputs: rows with NaN; the norm of the smallest
+        affected row divided by that of the largest clean row; the fraction of affected rows of the
+        intermediate whose changed numbers are all 56. For clean rows, the false alarms of such a monitor: the
+        fraction with a 56, and with 56 in all columns that 0xff changes.
     """
     zeros = bytes_of("0x00")
     one = zeros.index_fill(0, torch.tensor(0), 0xFF)
@@ -247,10 +246,10 @@ def _part(of: torch.Tensor) -> float:
 
 
 def odd_groups(remedy: str, product: Callable[..., torch.Tensor] | None = None) -> Reading:
-    """K of three groups, where the layout itself adds a fourth: what if that one holds 0xff?
+    """K of three groups, to which the layout itself adds a fourth: does the product change if that is 0xff?
 
-    The package's own mask of the values is wrong for such a K, which is no multiple of 64, so the product is
-    compared with that of a group of zeros.
+    The package's own mask of the values is wrong for such a K, because it is not a multiple of 64. So the
+    product is compared with the product for a fourth group of zeros.
 
     Args:
         remedy: a name in :data:`REMEDIES`.

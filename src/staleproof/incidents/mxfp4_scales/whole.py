@@ -1,7 +1,7 @@
-"""A whole vLLM with gpt-oss' shape on a GPU: what its allocator puts behind the scales, and if it decides.
+"""A whole vLLM with gpt-oss' shape on a GPU: what is in memory after the scales, and if it changes answers.
 
-Nothing is placed by hand. The weights are drawn where a checkpoint would be read; vLLM converts them,
-profiles, captures graphs, and samples as it does in a server.
+Nothing is placed by hand. The weights are random instead of read from a checkpoint. vLLM converts them,
+profiles, captures graphs, and samples as in a server.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class _Engine:
         modules = getattr(worker, "worker", worker).model_runner.model.modules()
         methods = [getattr(module, "quant_method", None) for module in modules]
         configs = [getattr(method, "w13_precision_config", None) for method in methods]
-        # Several modules share a method.
+        # Several modules share a quantisation method, so keep each scale once.
         self.scales = [*{id(c): c.weight_scale.storage.data for c in configs if c is not None}.values()]
 
     @torch.no_grad()
     def _draw(self, model: torch.nn.Module) -> None:
-        """Weights that keep the scale of their input; those of the experts as a checkpoint holds them."""
+        """Draw weights that keep the scale of their input; the experts' are in a checkpoint's format."""
         torch.manual_seed(0)
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -77,7 +77,7 @@ class _Engine:
                 weight.copy_(self.experts[name.rpartition(".")[2]])
 
     def serve(self, requests: int, tokens: int, **sampling: float) -> list[Any]:
-        """Each request's tokens, and the log-probability of its last."""
+        """Each request's tokens, and the log-probability of its last token."""
         from vllm import SamplingParams
 
         generator = torch.Generator().manual_seed(requests)
@@ -88,7 +88,7 @@ class _Engine:
         return [([*out.token_ids], out.logprobs[-1][out.token_ids[-1]].logprob) for out in outs]
 
     def stage(self, name: str) -> None:
-        """Look behind every layer's scales, and ask; then once more with zeros in place of free bytes."""
+        """Inspect the bytes after every layer's scales, and serve; then again with free bytes set to zero."""
         behind = [real.behind(data) for data in self.scales]
         answers = self.serve(8, 1, temperature=0.0)
         for data, (owner, _) in zip(self.scales, behind, strict=True):
@@ -104,7 +104,7 @@ class _Engine:
 
 
 def ask() -> None:
-    """Child: start a vLLM, and tell what each stage shows."""
+    """Child: start a vLLM, and report the result of each stage."""
     os.environ.update(ENVIRONMENT, STALEPROOF_PATCHES="none")
     engine = _Engine()
     engine.stage("started")
