@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 
 class Remedy(NamedTuple):
-    """What is done about hashes that a plan published. By default nothing: vLLM as it is, up to 0.33.0.
+    """What is done about hashes that a plan published. By default nothing, as in vLLM up to 0.33.0.
 
     Attributes:
-        takes_back: which hashes go when a request is preempted: ``unwritten``, those past what it has
-            computed; ``own``, all of its own; ``all``, everybody's.
+        takes_back: which hashes are withdrawn when a request is preempted: ``unwritten``, those of its blocks
+            that are not computed; ``own``, all of its blocks; ``all``, those of the whole pool.
         guards: whether a hit on a block is refused in the step that published it.
         zeroes: whether a block is zeroed when it is allocated.
-        restarts: whether every request behind a load that failed starts again there, and the hashes go.
+        restarts: whether every request that uses a block whose load failed restarts at that block, and the
+            hashes from there on are withdrawn.
     """
 
     takes_back: str = ""
@@ -27,8 +28,8 @@ class Remedy(NamedTuple):
 
         Args:
             blocks: of the request that is preempted.
-            computed: how many of them, from the first, hold keys and values that were computed.
-            pool: blocks of the pool.
+            computed: how many of them, from the first on, contain computed keys and values.
+            pool: number of blocks of the pool.
         """
         return {"": (), "unwritten": blocks[computed:], "own": blocks, "all": range(pool)}[self.takes_back]
 
@@ -37,13 +38,13 @@ NONE = Remedy()
 REMEDIES = {
     "none": NONE,
     "unpublish": Remedy(takes_back="unwritten"),
-    # Wrong (vLLM #37152, #38715, #42359): the hash outlives the step, and the next step's hit is let through.
+    # Wrong (vLLM #37152, #38715, #42359): the hash outlives the step, and a hit in the next step is allowed.
     "same_step_guard": Remedy(guards=True),
-    # Wrong: nobody reads a stranger's bytes any more, but the request still attends to zeros.
+    # Wrong: no request reads another's bytes any more, but the request still attends to zeros.
     "zero_at_allocation": Remedy(zeroes=True),
     # Right, but the request must compute all of it again.
     "withdraw_all": Remedy(takes_back="own"),
-    # Right, and dear.
+    # Correct, but expensive.
     "reset_cache": Remedy(takes_back="all"),
 }
 RESTART = Remedy(restarts=True)

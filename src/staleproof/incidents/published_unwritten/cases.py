@@ -47,14 +47,14 @@ from staleproof.vllm.plugin import patches
 ALL = "all six"
 RELEASES = ("0.18.1", "0.22.1", "0.26.0", "0.33.0")
 NEWEST = RELEASES[-1]
-# Sizes of pool and chat, around the one that the victim's chunk exactly fills.
+# Sizes of pool and chat, around those at which the victim's chunk exactly fills the pool.
 SIZES = [(blocks, chat) for blocks in range(21, 29) for chat in (45, 46, 47, 48, 60, 61, 62, 63)]
 ROUNDS = range(24)
 SERVER: dict[str, Any] = {"threshold": 256, "budget": 2048, "seqs": 64}
 
 
 def judged(memories: Iterable[Memory], **numbers: Any) -> Reading:
-    """The worst verdict of some runs, with what was read and hit."""
+    """The worst verdict of some runs, with the numbers of unwritten reads and of hits."""
     runs = [*memories]
     verdicts = [run.verdict for run in runs]
     return reading(
@@ -77,7 +77,7 @@ def small(parts: Miniature, device: str) -> Reading:
 
 
 def _small_wrong(parts: Miniature, device: str) -> str | None:
-    """Compare with the whole miniature, but published after the write: the same plan."""
+    """Check that the plan is that of the miniature which publishes after the write."""
     same = parts.run().memory.plan == Miniature(publish="write").run().memory.plan
     return None if same else "the plan is not that of a scheduler that publishes what was written"
 
@@ -88,7 +88,7 @@ WITHOUT: dict[str, tuple[dict[str, Any], str]] = {
     "never taken out of its plan (FCFS)": ({"policy": "fcfs"}, WRITTEN),
     "one block a chunk": ({"threshold": 4}, WRITTEN),
     "one block more in the pool": ({"blocks": 8}, WRITTEN),
-    # Comes while the victim waits, and takes the blocks that were withdrawn.
+    # This request arrives while the victim waits, and takes the blocks that the victim lost.
     "withdrawn blocks are used first": ({"late": (Arrival("late", [7] * 17, 2, at=5),)}, WRITTEN),
 }
 AFTER = {
@@ -121,7 +121,7 @@ class Server:
 
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:
-        """Its files and the patch, inside a ``with``."""
+        """Load its files and apply the patch, inside a ``with``."""
         patch = patches()["unpublish"].applied(self.release) if self.patched else contextlib.nullcontext()
         with real.release(self.release), patch:
             yield
@@ -133,7 +133,7 @@ class Server:
         return engine
 
 
-# What the last run of each left, for the comparison.
+# The memories of the last run of each server, to compare plans.
 _last: dict[Server, list[Memory]] = {}
 
 
@@ -145,7 +145,7 @@ def sizes(server: Server, device: str) -> Reading:
 
 
 def _sizes_wrong(server: Server, device: str) -> str | None:
-    """Where nothing was unwritten without the patch, the plan with it is the same, step by step."""
+    """Check that in runs without a fault the patch does not change the plan of any step."""
     pairs = zip(_last[Server(server.release)], _last[server], strict=True)
     other = sum(before.plan != after.plan for before, after in pairs if not before.reads)
     return f"{other} plans without a fault are other plans with the patch" if other else None
@@ -156,7 +156,7 @@ def _us(engine: real.Real) -> float:
 
 
 def bursts(server: Server, device: str) -> Reading:
-    """A burst of chats over a document in prefill, 24 rounds; then the document again."""
+    """24 rounds of a burst of chats during the prefill of a document, then the same document again."""
     with server.loaded():
         engines = [server.serve(*burst(seed), **SERVER) for seed in ROUNDS]
     took = round(statistics.median(map(_us, engines)), 1)
@@ -166,7 +166,7 @@ def bursts(server: Server, device: str) -> Reading:
 
 @contextlib.contextmanager
 def watching() -> Iterator[watch_published.Published]:
-    """The watch stage is in place, inside a ``with``."""
+    """Install the watch stage, inside a ``with``."""
     watch = watch_published.Published()
     hooks.wrap("watch", *watch.targets())
     try:
@@ -176,7 +176,7 @@ def watching() -> Iterator[watch_published.Published]:
 
 
 def watched(server: Server, device: str) -> Reading:
-    """The watch beside the truth, block by block, over the same rounds; and what it takes of a step."""
+    """Compare the watch's hits with the true ones in the same rounds, and measure its cost a step."""
     rounds: list[tuple[int, int, float]] = []
     with mock.patch.object(hooks.logger, "disabled", True), server.loaded():
         for seed in ROUNDS:
@@ -197,7 +197,7 @@ def watched(server: Server, device: str) -> Reading:
 
 
 def failed_load(server: Server, device: str) -> Reading:
-    """A load from a connector fails, policy ``recompute``; then its client goes, and another comes."""
+    """A load from a connector fails (policy ``recompute``); its client aborts, and another request comes."""
     prompt = [100 + i for i in range(300)]
     with server.loaded():
         engine = real.Real(64, server.remedy, store=real.Store(256), policy="fcfs")
@@ -231,7 +231,7 @@ _servers = partial(each, words="hits", evidence=_real)
 
 
 def offloaded(server: Server, device: str, kind: str) -> Reading:
-    """A copy to the host or back, while the step before it is late."""
+    """A copy to the host or back while the previous step is still running."""
     word, numbers = offload.race(real.package(server.release), kind)
     if not numbers["late"]:
         raise MissingError("the step was over before the copy began")
@@ -239,7 +239,7 @@ def offloaded(server: Server, device: str, kind: str) -> Reading:
 
 
 def priced(blocks: int, device: str) -> Reading:
-    """What fingerprints of a step's blocks cost, in a cache of a model's size."""
+    """The cost of fingerprints of a step's blocks, in a cache of a real model's size."""
     numbers = offload.price(blocks)
     return reading("the same" if numbers.pop("alike") else "differ", **numbers)
 
@@ -257,9 +257,9 @@ ENGINE = Scene("a whole vLLM", _whole)
 
 
 def foreseen(release: str) -> list[str] | None:
-    """The rounds in which the scheduler alone says that the stranger reads what nobody wrote.
+    """The rounds for which a run of the scheduler alone predicts that the stranger reads unwritten blocks.
 
-    ``None`` where the source of that release is not here.
+    ``None`` if the source of that release is missing.
     """
     server = Server(release)
     with contextlib.suppress(MissingError), server.loaded():
@@ -281,7 +281,7 @@ def _part(asked: tuple[str, ...], told: dict[str, Any]) -> dict[str, Any]:
 
 
 def answers(asked: tuple[str, str, str], device: str, told: dict[str, Any]) -> Reading:
-    """Rounds in which the victim or the stranger answers NaN, or the first tenant's token."""
+    """Rounds in which the victim or the stranger answers NaN, or another tenant's token."""
     part, kind = _part(asked, told), asked[2]
     bad = {who: [s for s, row in part["rounds"].items() if row[who][kind]] for who in ("victim", "stranger")}
     shown = "NaN" if kind == "nan" else "another tenant's"
@@ -295,7 +295,7 @@ def answers(asked: tuple[str, str, str], device: str, told: dict[str, Any]) -> R
 
 
 def _answers_wrong(asked: tuple[str, str, str], device: str, told: dict[str, Any]) -> str | None:
-    """With the patch: it is in place to the end, and every answer has its full length."""
+    """Check that the patch stayed applied to the end, and that every answer has its full length."""
     part = _part(asked, told)
     lengths = {(row["victim"]["of"], row["stranger"]["of"]) for row in part["rounds"].values()}
     if part["stepped_back"] or lengths != {(16, 8)}:
@@ -304,9 +304,9 @@ def _answers_wrong(asked: tuple[str, str, str], device: str, told: dict[str, Any
 
 
 def detected(asked: tuple[str, str, str], device: str, told: dict[str, Any]) -> Reading:
-    """Watch and fingerprints beside the answers, round by round.
+    """Compare watch and fingerprints with the answers, round by round.
 
-    NaN does not show a slot in which a chat of the same round left its own: the secret does.
+    A slot with bytes of a chat of the same round has no NaN. The run with the secret shows such a slot.
     """
     part = _part(asked, told)
     rows, secrets = part["rounds"], _part((asked[0], "again", "secret"), told)["rounds"]
@@ -322,7 +322,7 @@ def detected(asked: tuple[str, str, str], device: str, told: dict[str, Any]) -> 
 
 
 def same_step(asked: tuple[str, ...], device: str, told: dict[str, Any]) -> Reading:
-    """Two requests of one prompt in one step, the second of which hits what the step itself writes."""
+    """Two requests with the same prompt in one step; the second hits blocks that this step writes."""
     rows = told.get("same step", ())
     if not rows or not all(row["hit_tokens"] for row in rows):
         raise MissingError("the second request had no hit in the same step")

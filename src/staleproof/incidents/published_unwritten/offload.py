@@ -1,8 +1,8 @@
-"""On a GPU: vLLM's own ``SimpleCPUOffloadWorker`` beside a late model, and what fingerprints cost.
+"""On a GPU: vLLM's own ``SimpleCPUOffloadWorker`` with a step that is late, and the cost of fingerprints.
 
-The race is vLLM #45704 (to the host) and #47282 (back).
-The worker's files are executed as they are, with stand-ins for the rest of vLLM. A kernel that waits stands
-for a step that is still running when the worker is told what to copy, as asynchronous scheduling has it.
+The race is vLLM #45704 (to the host) and #47282 (back). The worker's files are executed unchanged, with stubs
+for the rest of vLLM. A kernel that waits represents a step that is still running when the worker is told what
+to copy, as happens with asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Pool:
         self.host = host.view(torch.int32)
 
     def copy(self, kind: str, block: int, slot: int) -> None:
-        """What the connector does at the end of a step, and again until the copy is done."""
+        """Do what the connector does at the end of a step, then wait until the copy is done."""
         metadata = importlib.import_module(f"{SIMPLE}.metadata").SimpleCPUOffloadMetadata
         told: dict[str, Any] = {
             f"{kind}_event": 0,
@@ -66,7 +66,8 @@ class _Pool:
             f"{kind}_cpu_blocks": [slot],
         }
         self.worker.bind_connector_metadata(metadata(**told))
-        # Up to 0.26.0 the last of these launches both; in 0.33.0 the first launches loads, the second stores.
+        # Up to 0.26.0 the last of these three calls launches both copies. In 0.33.0 the first launches loads,
+        # the second launches stores.
         self.worker.start_load_kv()
         self.worker.wait_for_save()
         self.worker.get_finished(set())
@@ -77,7 +78,7 @@ class _Pool:
 
 
 def race(package: Path, kind: str) -> tuple[str, dict[str, Any]]:
-    """Copy a block to the host (``store``) or back (``load``) while the step before is late.
+    """Copy a block to the host (``store``) or back (``load``) while the previous step is still running.
 
     Args:
         package: the folder ``vllm`` of a release.
@@ -85,8 +86,8 @@ def race(package: Path, kind: str) -> tuple[str, dict[str, Any]]:
             still writes.
 
     Returns:
-        ``written`` if what the copy was to bring arrives and stays; else whose bytes are there. And what
-        :class:`~staleproof.evidence.published_bytes.BlockFingerprints` says of the block.
+        ``written`` if the right bytes arrive and stay, otherwise a word for whose bytes are there. And what
+        :class:`~staleproof.evidence.published_bytes.BlockFingerprints` reports for the block.
     """
     import torch
 
@@ -94,7 +95,7 @@ def race(package: Path, kind: str) -> tuple[str, dict[str, Any]]:
         pool = _Pool()
         prints = BlockFingerprints([pool.cache])
         prints.of([0])  # Compiled before the step, not in it.
-        # What was committed for the hash: block 1 by the late step, or block 2 before it.
+        # Committed for the hash: block 1, written by the late step, or block 2, written before.
         pool.host[0] = OLD if kind == "store" else NEW
         pool.cache[2] = NEW
         torch.cuda.synchronize()
@@ -117,11 +118,11 @@ def race(package: Path, kind: str) -> tuple[str, dict[str, Any]]:
 def price(blocks: int) -> dict[str, Any]:
     """What :class:`~staleproof.evidence.published_bytes.BlockFingerprints` costs a step, in microseconds.
 
-    Of Llama 3 8B's cache in bfloat16: 32 layers of 64 KiB a block, which is 2 MiB. Medians of 20 calls, over
-    other blocks each time.
+    The cache is Llama 3 8B's in bfloat16: 32 layers of 64 KiB a block, so 2 MiB a block. Medians of 20 calls,
+    each with other blocks.
 
     Args:
-        blocks: that are committed in the step.
+        blocks: number of blocks that are committed in the step.
     """
     import torch
 
@@ -131,7 +132,7 @@ def price(blocks: int) -> dict[str, Any]:
     for turn in range(20):
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         wanted = dict.fromkeys(range(turn * 100, turn * 100 + blocks), turn)
-        # The host is ahead of the device, as beside a model.
+        # Keep the host ahead of the device, as in a real server.
         torch.cuda._sleep(2_000_000)
         marks[0].record()
         started = time.perf_counter()
@@ -142,7 +143,7 @@ def price(blocks: int) -> dict[str, Any]:
         device.append(1e3 * marks[0].elapsed_time(marks[1]))
         prints.read("again", wanted)
     return {
-        # Nothing was written in between: no alarm.
+        # Nothing was written in between, so there must be no alarm.
         "alike": not prints.check(wait=True),
         "gpu_us": round(statistics.median(device), 1),
         "host_us": round(statistics.median(host), 1),

@@ -1,4 +1,4 @@
-"""What the notebook of incident 7 draws: the blocks of the miniature's pool, and what readers find there."""
+"""Data for the figures of incident 7's notebook: the miniature's blocks, and what readers find in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ READERS = ("victim", "stranger")
 
 
 def pool(engine: Miniature) -> list[list[str]]:
-    """Who wrote what each block's hash promises: a row a block, a column a step.
+    """Who wrote the keys and values that each block's hash stands for: a row a block, a column a step.
 
     ``never written`` is a block in the prefix cache whose keys and values were planned and not written.
     """
@@ -33,8 +33,8 @@ def pool(engine: Miniature) -> list[list[str]]:
 def found(memory: Memory) -> list[list[str]]:
     """What each of :data:`READERS` finds at each position of the victim's prompt.
 
-    ``written`` is the prompt's own keys and values, whoever computed them; ``never written`` is another
-    request's; ``zero`` was cleared, and nobody wrote there since.
+    ``written``: the right keys and values of the prompt, whoever computed them. ``never written``: those of
+    another request. ``zero``: cleared and not written since.
 
     >>> [row.count("never written") for row in found(Miniature().run().memory)]
     [4, 4]

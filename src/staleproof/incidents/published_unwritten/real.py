@@ -1,8 +1,8 @@
 """vLLM's own Scheduler and KVCacheManager of one release, run on a CPU from its source files.
 
-The files below are executed as they are; every other ``vllm`` module is a stand-in (see
-:mod:`staleproof.kernels.vllm_sources`), so that nothing but the sources is needed. Tokens are made
-up, and nothing is computed: :class:`.scene.Memory` stands for the worker.
+The files below are executed unchanged; every other ``vllm`` module is a stub (see
+:mod:`staleproof.kernels.vllm_sources`), so that only the sources are needed. Tokens are invented, and nothing
+is computed: :class:`.scene.Memory` replaces the worker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from staleproof.incidents.published_unwritten.scene import Arrival, Memory, Row
 from staleproof.kernels.vllm_sources import executed, package
 
 CORE = "vllm.v1.core"
-# Beside all that is in its folder.
+# Executed in addition to all files of the scheduler's folder.
 FILES = (
     *("v1.request", "v1.kv_cache_interface", "v1.kv_cache_spec_registry", "v1.outputs", "v1.metrics.stats"),
     *("v1.structured_output.request", "utils.math_utils", "_bc_linter"),
@@ -42,7 +42,7 @@ class _Unset(SimpleNamespace):
 
 @lru_cache(maxsize=8)  # A class keeps its whole release in memory.
 def _known(call: Callable[..., Any]) -> Mapping[str, Any]:
-    # AsyncScheduler takes whatever its base takes.
+    # AsyncScheduler has the parameters of its base class.
     base = getattr(call, "__mro__", (call, call))[1] if call.__name__ == "AsyncScheduler" else call
     return inspect.signature(base).parameters
 
@@ -62,14 +62,14 @@ def release(version: str) -> Iterator[None]:
     """Let ``import vllm`` find the scheduler's files of this release, inside a ``with``.
 
     Raises:
-        MissingError: they are not here.
+        MissingError: the files are missing.
     """
     folder = package(version)
     core = [path.relative_to(folder) for path in (folder / "v1/core").rglob("[!_]*.py")]
     names = [".".join(("vllm", *path.with_suffix("").parts)) for path in core]
     names += [f"vllm.{name}" for name in FILES]
     nothing = SimpleNamespace(create=_none, register_custom_kv_cache_specs=_none, is_xpu=_none)
-    # A load that fails is what was asked for: nobody need be warned.
+    # Loads fail on purpose here, so suppress the warnings.
     quiet = logging.getLogger("staleproof.executed")
     quiet.disabled = True
     with executed(folder, *names):
@@ -86,7 +86,7 @@ def release(version: str) -> Iterator[None]:
         }
         for name, members in known.items():
             vars(importlib.import_module(name)).update(members)
-        # Once: each call draws another seed of the hashes, and then no request finds another's prefix.
+        # Only once: each call draws a new seed of the hashes, so requests would not find each other's prefix.
         importlib.import_module(f"{CORE}.kv_cache_utils").init_none_hash(_digest)
         yield
 
@@ -104,7 +104,7 @@ def _scheduler(
     seqs: int = 8,
     asynchronous: bool = False,
 ) -> Any:
-    """Over one group of full attention.
+    """vLLM's scheduler for one group of full attention.
 
     Args:
         blocks: of the pool, of 16 tokens each.
@@ -155,11 +155,11 @@ class Store:
     """A KV connector that has the first tokens of every prompt, in synchronous loads.
 
     Args:
-        tokens: so many, in whole blocks and without a prompt's last token.
+        tokens: number of tokens, a multiple of the block size; a prompt's last token is never included.
 
     Attributes:
         broken: whether loads fail.
-        loads: request -> tokens that it had before its load, of the step that is planned.
+        loads: request -> tokens that it had before its load, for loads of the planned step.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -173,7 +173,7 @@ class Store:
         return max(most - computed, 0), False
 
     def request_finished(self, *args: Any) -> tuple[bool, None]:
-        """The blocks need not be kept."""
+        """Tell vLLM that the blocks need not be kept."""
         return False, None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -181,13 +181,13 @@ class Store:
 
 
 def rows(scheduler: Any, scheduled: Any) -> list[Row]:
-    """What a ``SchedulerOutput`` asks of the worker, one row a request."""
+    """The work that a ``SchedulerOutput`` gives to the worker, one row a request."""
     fresh = {new.req_id for new in scheduled.scheduled_new_reqs}
     fresh |= {*scheduled.scheduled_cached_reqs.resumed_req_ids}
     found = []
     for name, tokens in scheduled.num_scheduled_tokens.items():
         one, (blocks,) = scheduler.requests[name], scheduler.kv_cache_manager.get_block_ids(name)
-        # _update_after_schedule has counted the step in.
+        # _update_after_schedule has already added the step's tokens.
         start = one.num_computed_tokens - tokens
         found.append(Row(name, one.all_token_ids, blocks, start, tokens, name in fresh))
     return found
@@ -197,7 +197,7 @@ _arrivals = count()
 
 
 class Real:
-    """vLLM's scheduler as an :class:`~.scene.Engine`, inside :func:`release`; the worker is made up.
+    """vLLM's scheduler as an :class:`~.scene.Engine`, inside :func:`release`, with a simulated worker.
 
     Args:
         blocks: of the pool, of 16 tokens each.
@@ -223,7 +223,7 @@ class Real:
             self._apply(remedy)
         self._flying: list[tuple[Any, Any]] = []
         self._most = 2 if options.get("asynchronous") else 1
-        # Requests whose first step was taken back, so that their hits are still to be read.
+        # Requests whose first step was undone, so that their hits are not yet read.
         self._unread: set[str] = set()
 
     def add(self, arrival: Arrival) -> None:
@@ -243,7 +243,7 @@ class Real:
         self.scheduler.add_request(request)
 
     def abort(self, name: str) -> None:
-        """A client goes."""
+        """Abort a request, as if its client disconnects."""
         status = importlib.import_module("vllm.v1.request").RequestStatus.FINISHED_ABORTED
         self.scheduler.finish_requests(name, status)
 
@@ -252,7 +252,7 @@ class Real:
         return {*self.scheduler.requests}
 
     def step(self) -> None:
-        """Plan a step, write it, and take in the tokens; one step later if it is asynchronous."""
+        """Plan a step, write it, and process its tokens; if asynchronous, process them one step later."""
         engine = self.scheduler
         if engine.requests:
             self._fresh.clear()
@@ -268,7 +268,7 @@ class Real:
                 self._restart(output.kv_connector_output)
 
     def _written(self, rows: list[Row]) -> Any:
-        """Write a step; what the worker returns for it: a token of each request whose prefill is done."""
+        """Write a step, and return the worker's output: a token for each request whose prefill is done."""
         rows = [row._replace(hits=row.hits or row.name in self._unread) for row in rows]
         self._unread -= {row.name for row in rows}
         loads, bad = self._store.loads if self._store else {}, set[int]()
@@ -279,7 +279,7 @@ class Real:
             else:
                 self.memory.write(row, range(first, row.start))
         loads.clear()
-        # vLLM takes back what a request computed behind a block that was not loaded.
+        # vLLM discards what a request computed after a block that was not loaded.
         lost = [row for row in rows if bad & {*row.blocks[: row.start // BLOCK]}]
         self._unread |= {row.name for row in lost if row.hits}
         self.memory.step([row for row in rows if row not in lost])
@@ -294,7 +294,7 @@ class Real:
         )
 
     def _restart(self, failed: Any) -> None:
-        """Each request behind a load that failed starts again there, and the hashes from there on go."""
+        """Restart each request at its first block whose load failed, and drop the hashes from there on."""
         for row in failed.lost:
             first = min(row.blocks.index(block) for block in {*row.blocks} & failed.invalid_block_ids)
             self.scheduler.kv_cache_manager.evict_blocks({*row.blocks[first:]})
@@ -302,7 +302,7 @@ class Real:
             request.num_computed_tokens = min(request.num_computed_tokens, first * BLOCK)
 
     def _apply(self, remedy: Remedy) -> None:
-        """Put a remedy around the methods of the scheduler and its pool."""
+        """Wrap the methods of the scheduler and its pool with a remedy."""
         engine, manager = self.scheduler, self.scheduler.kv_cache_manager
         pool = manager.block_pool
         preempt, publish = engine._preempt_request, pool.cache_full_blocks

@@ -1,9 +1,9 @@
-"""A step that is planned and then written, and a count of every read of what nobody wrote.
+"""Steps that are planned and then written, and a record of every read of a slot that was not written.
 
-:class:`Memory` says, slot by slot, whose keys and values a pool of blocks holds. It is told of each
-step as a worker is. :class:`Miniature` is a scheduler of one page: the order of events follows vLLM's
-``Scheduler.schedule`` and ``KVCacheManager.allocate_slots`` (0.33.0). :func:`serve` runs a load on it,
-or on vLLM's own scheduler (:mod:`.real`).
+:class:`Memory` tracks, slot by slot, whose keys and values a pool of blocks contains. It gets each step as a
+worker does. :class:`Miniature` is a scheduler of about a page of code: the order of events follows vLLM's
+``Scheduler.schedule`` and ``KVCacheManager.allocate_slots`` (0.33.0). :func:`serve` runs a load on it, or on
+vLLM's own scheduler (:mod:`.real`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A slot that a request was given as a hit, and that does not hold its prefix."""
+    """A slot that a request got as a hit, but that does not contain its prefix."""
 
     step: int
     reader: str
@@ -53,16 +53,16 @@ class Read(NamedTuple):
 
 
 class Memory:
-    """Which request's keys and values each slot holds.
+    """Which request's keys and values each slot contains.
 
-    A slot keeps a chained hash of all tokens up to its own, because keys and values depend on all of them.
+    Slots are compared by a chained hash of all tokens up to their own, which keys and values depend on.
 
     Attributes:
-        reads: every read of a slot that nobody wrote for this prefix.
+        reads: every read of a slot that was not written for this prefix.
         tokens: tokens that requests got as hits.
-        plan: a digest of who computed which tokens in which step.
-        same_step: tokens among the hits that only the step of the hit itself writes. That is no fault:
-            each layer writes all keys and values before it reads any.
+        plan: a digest of which request computed which tokens in which step.
+        same_step: tokens among the hits that are written only in the step of the hit. That is correct: each
+            layer writes all keys and values before it reads any.
 
     >>> memory = Memory(block_size=2)
     >>> memory.step([Row("a", [1, 2, 3], [7, 8], 0, 3, True)])
@@ -84,7 +84,7 @@ class Memory:
         self._chains: dict[str, list[int]] = {}
 
     def _chain(self, name: str) -> list[int]:
-        # Asynchronous scheduling writes a token before the host knows it: look when the slot is read.
+        # Asynchronous scheduling writes a token before the host knows it, so hash it when a slot is read.
         chain = self._chains.setdefault(name, [])
         for token in self._rows[name].tokens[len(chain) :] if name in self._rows else ():
             chain.append(hash((chain[-1] if chain else 1, token)))
@@ -105,7 +105,7 @@ class Memory:
         for first, block in zip(range(0, row.start, self.block_size), row.blocks, strict=False):
             here = range(first, min(first + self.block_size, row.start))
             writers, positions = self._slots[block]
-            # All at once where one request wrote them at these positions, as in most blocks.
+            # Compare a block at once if one request wrote it at these positions, as in most blocks.
             alike = positions[: len(here)] == [*here] and writers[: len(here)].count(writers[0]) == len(here)
             mine = slice(here.start, here.stop)
             if not alike or self._chain(writers[0])[mine] != self._chain(row.name)[mine]:
@@ -113,7 +113,7 @@ class Memory:
         return found
 
     def write(self, row: Row, positions: range) -> None:
-        """Keys and values of these positions of a request are written."""
+        """Write the keys and values of these positions of a request."""
         self._rows[row.name] = row
         for first in range(
             positions.start - positions.start % self.block_size, positions.stop, self.block_size
@@ -124,7 +124,7 @@ class Memory:
             writers[slots], at[slots] = [row.name] * len(here), here
 
     def step(self, rows: Sequence[Row]) -> None:
-        """Read what the step's requests hit, write what the step computes, and look again."""
+        """Read the hits of the step's requests, write what the step computes, and read the hits again."""
         self.steps += 1
         self.plan = hash((self.plan, *((row.name, row.start, row.more) for row in rows)))
         fresh = [row for row in rows if row.hits and row.start]
@@ -140,13 +140,13 @@ class Memory:
                 self.reads.append(Read(self.steps, row.name, p, block, self._written(row, p)[0]))
 
     def zero(self, blocks: Sequence[int]) -> None:
-        """Blocks are zeroed, ahead of the next step."""
+        """Zero blocks before the next step."""
         for block in blocks:
             self._slots[block] = [ZEROS] * self.block_size, [0] * self.block_size
 
     @property
     def verdict(self) -> str:
-        """``written``; ``a stranger's`` where a hit holds another request's bytes; else ``unwritten``."""
+        """``written``; ``a stranger's`` if a hit contains another request's bytes; else ``unwritten``."""
         foreign = any(read.whose not in (read.reader, ZEROS, NOBODY) for read in self.reads)
         return FOREIGN if foreign else UNWRITTEN if self.reads else WRITTEN
 
@@ -210,7 +210,7 @@ def tenants() -> list[Arrival]:
 def one_victim(other: int = 46) -> list[Arrival]:
     """A long prompt of low priority in chunks, and a chat of high priority that soon needs a block more.
 
-    A small request runs beside them: from 0.31.0 on vLLM cuts a lone prefill into no chunks.
+    A small request runs at the same time: from 0.31.0 on vLLM does not split a lone prefill into chunks.
     """
     return [
         Arrival("small", [3] * 9, 60),
@@ -221,11 +221,11 @@ def one_victim(other: int = 46) -> list[Arrival]:
 
 @cache
 def burst(seed: int) -> tuple[int, list[Arrival]]:
-    """A long document in prefill when 48 chats of higher priority come, and then the document again.
+    """48 chats of higher priority arrive during the prefill of a long document, which then comes again.
 
     Returns:
-        Blocks of a pool, 280 to 419, and the load. It was tuned until the fault showed: how often it
-        does here is no rate of the field.
+        The blocks of a pool, 280 to 419, and the load. The load was tuned until the fault appeared, so its
+        frequency here is not that of real servers.
     """
     draw = random.Random(seed)
     blocks = draw.randrange(280, 420)
@@ -278,12 +278,12 @@ class Miniature:
 
     Attributes:
         blocks: of the pool.
-        policy: ``priority`` preempts the request of the lowest priority, which may be in the plan already;
-            ``fcfs`` preempts the last, which is not.
+        policy: ``priority`` preempts the request with the lowest priority, which may be in the plan already;
+            ``fcfs`` preempts the last request, which is not in it yet.
         threshold: most tokens of a request in a step.
-        caching: prefix caching.
-        publish: whether hashes are published at ``plan`` or after the ``write``.
-        late: requests beside those of :func:`tenants`.
+        caching: whether there is prefix caching.
+        publish: when hashes are published: at ``plan`` or after the ``write``.
+        late: requests in addition to those of :func:`tenants`.
         remedy: see :mod:`.broken`.
         events: what happened to each block.
 
@@ -315,7 +315,7 @@ class Miniature:
         self._orders = 0
 
     def run(self) -> Miniature:
-        """A new one with these ingredients, after its load."""
+        """Run the load on a new miniature with these ingredients, and return that miniature."""
         engine = replace(self)
         serve(engine, [*tenants(), *self.late])
         return engine
@@ -384,7 +384,7 @@ class Miniature:
         self._waiting.append(victim)
 
     def _hit(self, request: _Request) -> None:
-        # The last token is computed in any case: its logits are needed.
+        # The last token is always computed, because its logits are needed.
         for key in [*_hashes(request.tokens)][: (len(request.tokens) - 1) // SIZE]:
             block = self._table.get(key) if self.caching else None
             if block is None or (self.remedy.guards and block in self._fresh):

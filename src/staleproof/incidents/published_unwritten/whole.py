@@ -1,11 +1,11 @@
-"""A whole vLLM on a GPU, in a process of its own: what a request answers that hits KV nobody wrote.
+"""A whole vLLM on a GPU, in a child process: the answer of a request that hits KV which nobody wrote.
 
-The model is made to copy: one layer, every key 0 and every value its token, so that attention averages
-the tokens whose values it finds in the cache, and the answer is the one found most. Twice a round:
+The model is set up to copy: one layer, every key is 0 and every value is its token. So attention averages the
+tokens whose values are in the cache, and the answer is the most frequent one. There are two kinds of rounds:
 
-- ``nan``: the KV cache holds NaN. A NaN in the answer comes from a slot that nobody wrote.
-- ``secret``: two earlier tenants and the chats send :data:`SECRET`, and the document holds none. Whoever
-  answers :data:`SECRET` to the document tells what another tenant sent.
+- ``nan``: the KV cache is filled with NaN first. A NaN in the answer comes from a slot that nobody wrote.
+- ``secret``: two earlier tenants and the chats send :data:`SECRET`, and the document does not contain it.
+  A request that answers :data:`SECRET` to the document reveals what another tenant sent.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from staleproof.vllm.hooks import Target
 from staleproof.vllm.patches.published_unwritten import SCHEDULER
 from staleproof.vllm.plugin import patches
 
-# Each width as wide as the vocabulary, so that a value is its token.
+# All widths equal the size of the vocabulary, so that a value can be the one-hot vector of its token.
 WIDTH, BLOCKS, SECRET = 512, 340, 505
 ENVIRONMENT = {
     **whole_vllm.ENVIRONMENT,
     "STALEPROOF_PATCHES": "none",
-    # Of NaN logits the sampler of 0.22.1's second runner makes a token outside the vocabulary, and dies.
+    # With NaN logits, the sampler of 0.22.1's V2 runner returns a token outside the vocabulary, and crashes.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 CONFIG = {
@@ -58,7 +58,7 @@ def _copying(model: Any) -> None:
             kind = name.rsplit(".", 2)[-2]
             weight.fill_(1) if "norm" in kind else weight.zero_()
             if kind == "o_proj":
-                # The token itself is one part in a thousand of what attention adds.
+                # Scale attention's output, so that the token itself is only a thousandth of it.
                 weight.copy_(1000 * eye)
             elif kind in ("embed_tokens", "lm_head", "qkv_proj"):
                 weight[2 * WIDTH if kind == "qkv_proj" else 0 :][:WIDTH] = eye
@@ -84,7 +84,7 @@ class _Engine:
         self.steps, self.rounds = 0, 0
 
     def answers(self, load: Sequence[Arrival]) -> dict[str, tuple[list[int], int, int]]:
-        """Request -> its tokens, how many of them had NaN logits, and how many it had from the cache."""
+        """Request -> its tokens, the number of NaN log-probabilities, and its tokens from the cache."""
         from vllm import SamplingParams
 
         self.rounds += 1
@@ -108,7 +108,7 @@ class _Engine:
         return found
 
     def empty(self, kind: str) -> None:
-        """Forget every hash; for ``nan``, what the blocks hold as well."""
+        """Drop every hash; for ``nan`` also fill the blocks with NaN."""
         self.llm.reset_prefix_cache()
         for cache in self.runner.kv_caches if kind == "nan" else ():
             cache.fill_(math.nan)
@@ -116,7 +116,7 @@ class _Engine:
     def round(self, kind: str, seed: int) -> dict[str, Any]:
         load = burst(seed)[1]
         if kind == "secret":
-            # Two that fill the cache; no two prompts share their first block.
+            # Two tenants fill the cache. No two prompts share their first block.
             self.answers([Arrival(f"tenant{i}", [506 + i, *[SECRET] * 2699], 1) for i in (0, 1)])
             load = [
                 Arrival(one.name, [3 + i, *[SECRET] * (len(one.prompt) - 1)], one.reply, at=one.at)
@@ -132,7 +132,7 @@ class _Engine:
         }
 
     def same_step(self, seed: int) -> dict[str, int]:
-        """Two requests with one prompt in the same step: the second hits what the step itself writes."""
+        """Two requests with the same prompt in one step: the second hits blocks that this step writes."""
         prompt = random.Random(seed).choices(range(3, 500), k=200)
         self.empty("nan")
         found = self.answers([Arrival("first", prompt, 4), Arrival("second", [*prompt, 7], 4)])
@@ -140,7 +140,7 @@ class _Engine:
 
 
 class _Watched:
-    """The watch stage, and fingerprints of blocks behind the step that wrote them and at their first read."""
+    """The watch stage, and fingerprints of blocks after the step that wrote them and at their first read."""
 
     def __init__(self, engine: _Engine) -> None:
         self.watch = watch_published.Published()
@@ -150,7 +150,7 @@ class _Watched:
         self._written: dict[int, Any] = {}
 
     def scheduled(self, result: Any, args: Any, kwargs: Any) -> Any:
-        """After ``Scheduler.schedule``, and so behind the kernels of the step before."""
+        """Runs after ``Scheduler.schedule``, so its kernels come after those of the previous step."""
         started, pool = time.perf_counter(), args[0].kv_cache_manager.block_pool.blocks
         self.prints.commit(self._written)
         self._written, hits = {}, {}
@@ -160,25 +160,25 @@ class _Watched:
             self._written |= dict(keys[first:end])
             hits[row.name] = keys[:first] if row.hits else []
         for name, keys in hits.items():
-            # What this very step writes is there before attention reads it, and not yet here.
+            # Skip blocks that this step writes: attention will read them written, but here they are not yet.
             self.prints.read(name, {block: key for block, key in keys if block not in self._written})
         self.host_s += time.perf_counter() - started
         return result
 
     def look(self) -> dict[str, int]:
-        """Unwritten hits and blocks with other bytes since the last time."""
+        """Numbers of unwritten hits and of blocks with other bytes since the last call."""
         hits, self._hits = self.watch.blocks.hits - self._hits, self.watch.blocks.hits
         return {"hits": hits, "other": len(self.prints.check(wait=True))}
 
     def wrap(self) -> None:
-        """Put both in place: an owner has one hook a function."""
+        """Install both, under two owners, because an owner can have only one hook per function."""
         hooks.wrap("watch", *self.watch.targets())
         target = Target(SCHEDULER, "Scheduler.schedule", ("self",), after=self.scheduled)
         hooks.wrap("fingerprints", target)
 
 
 def ask(seeds: Sequence[int]) -> None:
-    """Start engines and tell what their rounds answered: off, with the patch, off again; watched; FCFS.
+    """Start engines and report their answers: off, with the patch, off again; watched; FCFS.
 
     Args:
         seeds: of :func:`~.scene.burst`, one a round.
