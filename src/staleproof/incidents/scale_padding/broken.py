@@ -24,11 +24,11 @@ import triton.language as tl
 Leave = Callable[[torch.Tensor], object]
 
 
-# A way of vLLM's ``scaled_fp4_quant`` to its scales: the rows of a tile, or ``None`` for plain rows.
+# A layout of the scales in vLLM's ``scaled_fp4_quant``: the rows of a tile, or ``None`` for plain rows.
 PATHS: dict[str, int | None] = {"128x4": 128, "linear": None, "8x4": 8}
-# What create_fp4_scale_tensor did, in one release or another: which of them it filled with zeros. The
-# 8 x 4 branch (``use_8x4_sf_layout``: a trtllm backend, at most 32 rows) returns FlashInfer's own buffer
-# and never calls it (read in 0.18.1 and 0.20.2; vLLM #47587).
+# The behaviour of create_fp4_scale_tensor in some release: the layouts that it filled with zeros. The 8 x 4
+# branch (``use_8x4_sf_layout``: a trtllm backend, at most 32 rows) returns FlashInfer's own buffer and never
+# calls it (read in 0.18.1 and 0.20.2; vLLM #47587).
 ALLOCATIONS: dict[str, tuple[int | None, ...]] = {
     # Before vLLM #38148, and again after #42988 and #53568.
     "empty": (),
@@ -42,14 +42,14 @@ ALLOCATIONS: dict[str, tuple[int | None, ...]] = {
 def quantize_blocks_only(
     x: torch.Tensor, factor: torch.Tensor, tile: int | None, allocation: str, leave: Leave
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """NVFP4 by a kernel that writes the scales of blocks, and leaves their padding as ``allocation`` did.
+    """NVFP4 by a kernel that writes only the scales of blocks; padding keeps what ``allocation`` put there.
 
     Args:
         x: (m, n).
         factor: (1,) float32 global scale.
         tile: rows of a tile of scales, one of :data:`PATHS`.
         allocation: one of :data:`ALLOCATIONS`.
-        leave: fills fresh memory, float8_e4m3fn, with what its last tenant left there.
+        leave: fills fresh memory, float8_e4m3fn, as an earlier owner would have left it.
 
     Returns:
         Packed values, and scales in that layout.
@@ -77,7 +77,7 @@ def simulate_with_replacement(
     """Uniformly random routing with ``randint``: an expert may come twice, and ids are int64.
 
     Stands for ``DistributionBasedRouting`` of vLLM up to 0.27.1 (drawing) and up to 0.33.0 (width: its
-    ``indices_type`` is None for several all-to-all backends). Returns those of
+    ``indices_type`` is None for several all-to-all backends). Returns the same as
     :func:`staleproof.incidents.scale_padding.ids.simulate_routing`.
     """
     ids.check_route(tokens, experts, top_k)
@@ -88,10 +88,9 @@ def simulate_with_replacement(
 
 
 def read_as_int32(topk_ids: torch.Tensor) -> torch.Tensor:
-    """What a kernel sees that takes the pointer for (tokens, top_k) int32.
+    """What a kernel reads if it takes the pointer as (tokens, top_k) int32.
 
-    Little-endian int64 ids look like id, 0, id, 0, ..., and the second half of the tokens is never
-    reached.
+    Little-endian int64 ids then read as id, 0, id, 0, ..., and the second half of the tokens is never read.
     """
     words = topk_ids.contiguous().view(torch.int32).flatten()
     return words[: topk_ids.numel()].view(topk_ids.shape)
@@ -132,7 +131,7 @@ def _per_token_kernel(
 
 def _per_token(x: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
     rows, hidden = x.shape
-    # torch rounds to fp8: the cast of Triton's interpreter drops carries.
+    # Round to fp8 with torch, because the cast of Triton's interpreter loses carries.
     scaled = torch.empty(rows, hidden, dtype=torch.float32, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     _per_token_kernel[(triton.cdiv(rows, 2),)](

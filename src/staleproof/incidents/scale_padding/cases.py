@@ -1,6 +1,6 @@
-"""The cases of incident 5: what the revert blamed, and what was there besides.
+"""The cases of incident 5: the fault that the revert blamed, and the other faults that were there.
 
-The table is at the end; above it are the functions that answer one row each.
+The table is at the end. Each function above it computes the result of one row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLEAN, LEAKED = str(Verdict.CLEAN), str(Verdict.LEAKED)
 
 TRIALS = 200
 
-# What each allocation gives on each path, if fresh memory holds NaN. Ours has no 8 x 4 layout.
+# The verdict of each allocation on each path if fresh memory has NaN. Our quantiser has no 8 x 4 layout.
 PADDING: dict[str, dict[str, str]] = {
     "128x4": {"empty": LEAKED, "zeros_both_layouts": CLEAN, "zeros_swizzled_only": CLEAN, IN_KERNEL: CLEAN},
     "linear": {"empty": CLEAN, "zeros_both_layouts": CLEAN, "zeros_swizzled_only": CLEAN, IN_KERNEL: CLEAN},
@@ -52,12 +52,12 @@ def padding(path: str, allocation: str, device: str) -> Reading:
 
 
 def nan_in_a_tile(stated: float, device: str, tiles: int = 20_000) -> Reading:
-    """Whether a stated chance that 512 random bytes hold an e4m3 NaN is the computed and the counted one.
+    """Whether a stated chance that 512 random bytes contain an e4m3 NaN agrees with computation and count.
 
     Args:
         stated: rounded to a tenth of a per cent.
         device: ``"cpu"`` or ``"cuda"``.
-        tiles: that are counted; the count may be off by three standard deviations.
+        tiles: number of tiles to count; the count may be off by three standard deviations.
     """
     generator = torch.Generator().manual_seed(0)
     raw = torch.randint(0, 256, (tiles, 512), dtype=torch.uint8, generator=generator).to(device)
@@ -68,14 +68,14 @@ def nan_in_a_tile(stated: float, device: str, tiles: int = 20_000) -> Reading:
     return reading(verdict, stated=stated, computed=computed, counted=counted)
 
 
-# How a product reads 128x4 scales, how many columns x has, and how many scales of padding a live
-# row meets that way. The second is our model of FlashInfer #2861, which reports such wrong rows from
-# 512 columns on, but not that the layouts differ.
+# How a product reads 128x4 scales, the number of columns of x, and how many padding scales a live row then
+# uses. The second entry is our model of FlashInfer #2861, which reports such wrong rows from 512 columns on,
+# but does not report that the layouts differ.
 READERS: dict[str, tuple[int | None, int, int]] = {"in_its_own_layout": (None, N, 3), "as_8x4": (8, 512, 28)}
 
 
 def random_padding(reader: tuple[int | None, int, int], device: str) -> Reading:
-    """What random bytes in the padding make of one live row: NaN, another number, or nothing."""
+    """The effect of random bytes in the padding on one live row: NaN, another number, or none."""
     read_as, n, met = reader
     a = product_on(device, m=1, n=n)
     packed, scales = reference.quantize_nvfp4(a.x, a.factor)
@@ -116,12 +116,12 @@ ROUTED = (64, 16, 4)
 
 
 def _mixed(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """(tokens,) what a token gets if expert e answers e + 1; a wrong id is a wrong number."""
+    """(tokens,) result of each token if expert e answers e + 1, so that a wrong id changes the number."""
     return (weights * (chosen + 1)).sum(1)
 
 
 def id_width(reader: ids.Reader, device: str) -> Reading:
-    """What a kernel computes from the ids that ``reader`` makes of the right ones."""
+    """The outcome of a kernel that gets the right ids through ``reader``."""
     weights, right = ids.simulate_routing(*ROUTED, device=device)
     try:
         chosen, read_weights = reader(right, weights)
@@ -139,7 +139,7 @@ SIMULATED_TOKENS = 20_000
 
 
 def duplicates(experts: int, top_k: int, how: tuple[ids.Simulator, float], device: str) -> Reading:
-    """How often a simulator gives a token an expert twice, beside the chance computed for it."""
+    """How often a simulator gives a token an expert twice, compared with the computed chance."""
     draw, computed = how
     # In parts, so that the random numbers of 512 experts stay small.
     parts = [
@@ -158,7 +158,7 @@ def draws(simulator: ids.Simulator, device: str) -> str:
 
 
 def null_block_leaks(backend: str, device: str, ranks: null_block.Ranks) -> Reading:
-    """Whether the dummy batch of an idle rank reaches the request that the rank gets next."""
+    """Whether the dummy batch of an idle rank changes the next request of that rank."""
     busy, idle = ranks
     return reading(
         LEAKED if idle[0].row_wrong else CLEAN,
@@ -170,12 +170,12 @@ def null_block_leaks(backend: str, device: str, ranks: null_block.Ranks) -> Read
 
 
 def repetition_leaks(number: int, device: str, ranks: null_block.Ranks) -> str:
-    """The same of one repetition: the ranks run with slot 0, -1 and 0 in one life, off / on / off."""
+    """The same for one repetition. The same processes run slot 0, -1 and 0, which is off / on / off."""
     return LEAKED if ranks[1][number].row_wrong else CLEAN
 
 
 def nan_reaches(name: str, device: str) -> str:
-    """The NaN check, on a quantiser "per token"."""
+    """The result of the NaN check for a quantiser "per token"."""
     return judge_rows(per_token_step(name, device), 3)
 
 
@@ -194,7 +194,7 @@ def cures(remedy: str, device: str, row: Row) -> Reading:
 
 
 def _of_cause(cause: str) -> list[Case]:
-    """Every remedy on one cause: all share one run of the cause alone, before and after."""
+    """Every remedy on one cause. All share the two runs without a remedy, before and after."""
     scene = Scene(f"matrix, {cause}", partial(matrix.row_of, cause))
     return [
         Case(

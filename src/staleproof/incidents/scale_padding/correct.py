@@ -23,9 +23,9 @@ DRAWN = ((128, 8), (64, 6))
 def wrong_product(path_name: str, allocation: str, device: str) -> str | None:
     """What is wrong with an NVFP4 product, or with what our quantiser writes, or ``None``.
 
-    The product must have the bits of the reference's, whatever the memory of the scales contained; one of
-    its rows is NaN, and must stay so. Our quantiser must write the reference's bytes, padding included, over
-    poisoned memory: also for more rows than a tile has.
+    The product must have the bits of the reference, whatever the memory of the scales contained. One of its
+    rows is NaN and must stay NaN. Our quantiser must write the reference's bytes, padding included, over
+    poisoned memory, even for more rows than a tile has.
     """
     healthy, tile = product_on(device), broken.PATHS[path_name]
     a = replace(healthy, x=healthy.x.clone())
@@ -45,7 +45,7 @@ def wrong_product(path_name: str, allocation: str, device: str) -> str | None:
 
 
 def _wrong_bytes(a: Product, swizzled: bool) -> str | None:
-    """Our quantiser beside the reference, over poisoned memory."""
+    """Compare our quantiser with the reference, over poisoned memory."""
     want = reference.quantize_nvfp4(a.x, a.factor, swizzled=swizzled)
     mine = torch.empty_like(want[0]), torch.empty_like(want[1])
     for memory in mine:
@@ -59,8 +59,8 @@ def _wrong_bytes(a: Product, swizzled: bool) -> str | None:
 def wrong_draw(simulator: ids.Simulator, device: str) -> str | None:
     """What is wrong with simulated routing, or ``None``.
 
-    Ids must be int32, in range and distinct, no expert and no pair of experts favoured, tokens drawn apart,
-    another seed must give others, and the weights of a token must be equal with sum 1.
+    Ids must be int32, in range and distinct. No expert and no pair of experts may be favoured, tokens must be
+    independent, and another seed must give other ids. The weights of a token must be equal with sum 1.
     """
     return next(filter(None, (_wrong_draw(simulator, *sizes) for sizes in DRAWN)), None)
 
@@ -73,7 +73,7 @@ def _wrong_draw(simulator: ids.Simulator, experts: int, top_k: int) -> str | Non
         return "ids out of range"
     if bool(ids.experts_twice(chosen).any()):
         return "an expert twice"
-    # (tokens, experts): 1 where a token has an expert. Two experts meet in as many tokens as their pair.
+    # (tokens, experts): 1 if a token has the expert. has.T @ has counts the tokens with both experts.
     has = torch.zeros(TOKENS, experts, dtype=torch.float32).scatter_(1, chosen.long(), 1.0)
     pairs = (has.T @ has).double()
     both = top_k * (top_k - 1) / (experts * (experts - 1))
@@ -82,12 +82,12 @@ def _wrong_draw(simulator: ids.Simulator, experts: int, top_k: int) -> str | Non
         ("experts", pairs.diagonal(), top_k / experts),
         ("pairs of experts", pairs[apart], both),
     ):
-        # Each is in a token or not, so its count is binomial: six deviations are two in a billion.
+        # Each count is binomial, so six standard deviations have a probability of two in a billion.
         spread = (TOKENS * share * (1 - share)) ** 0.5
         off = (counts - TOKENS * share) / spread
         if float(off.abs().max()) > 6:
             return f"some {what} are drawn too often"
-        # Their squares have mean 1 and variance 2; a pair stands twice among them.
+        # The squares have mean 1 and variance 2; a pair occurs twice among them.
         if abs(float((off**2).mean()) - 1) > 6 * (4 / len(off)) ** 0.5:
             return f"{what} are drawn more evenly, or more in clumps, than tokens that know nothing of others"
     if torch.equal(simulator(TOKENS, experts, top_k, seed=1)[1], chosen):
@@ -96,10 +96,10 @@ def _wrong_draw(simulator: ids.Simulator, experts: int, top_k: int) -> str | Non
 
 
 def wrong_row_scale(name: str, device: str) -> str | None:
-    """What is wrong with a quantiser of one scale a token, or ``None``: quiet rows beside loud ones.
+    """What is wrong with a quantiser with one scale per token, or ``None``: small rows next to large ones.
 
-    Each row's scale must be its own, and its numbers must be the nearest that fp8 has under that scale: also
-    with other rows in a second call, and for more and wider rows.
+    Each row's scale must depend on that row only, and its numbers must be the nearest fp8 numbers with that
+    scale, even with other rows in a second call, and for more and wider rows.
     """
     generator = torch.Generator().manual_seed(6)
     # An odd number of rows: the last one has no neighbour.
@@ -119,7 +119,7 @@ def _wrong_rows(name: str, x: torch.Tensor) -> str | None:
 
 
 def wrong_ids(reader: ids.Reader, device: str) -> str | None:
-    """Whether the weights and ids that arrive are those that were sent.
+    """What is wrong with the weights and ids that a kernel reads, or ``None`` if they are the right ones.
 
     Ids are more than a byte wide, and no two weights of a token are equal.
     """

@@ -1,4 +1,4 @@
-"""FlashInfer's FP4 kernels on our bytes: its layout, its way back, and its quantiser."""
+"""FlashInfer's FP4 kernels on our bytes: its layout, its dequantisation, and its quantiser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Build = Callable[[], str | None]
 
 
 def unavailable_reason(subject: object, device: str) -> str | None:
-    """Why FlashInfer's kernels cannot be asked here, or ``None``."""
+    """Why FlashInfer's kernels cannot run here, or ``None``."""
     if devices.provenance() is not Provenance.MEASURED:
         return "needs a CUDA device"
     return devices.flashinfer_missing()
@@ -36,10 +36,10 @@ def _build_fp4() -> None:
 
 
 def start_build(device: str) -> Build:
-    """Compile FlashInfer's FP4 module beside the other questions.
+    """Compile FlashInfer's FP4 module in the background of other questions.
 
     Returns:
-        A function that waits for it and says in one line what went wrong, or ``None``.
+        A function that waits for the compilation and returns one line that says what went wrong, or ``None``.
     """
     child = children.start(_build_fp4)
 
@@ -54,7 +54,7 @@ def start_build(device: str) -> Build:
 
 
 def interleaves(a: Product) -> str:
-    """FlashInfer's 128x4 layout of our scales, beside ours."""
+    """Compare FlashInfer's 128x4 layout of our scales with ours."""
     _, linear = quantize_nvfp4(a.x, a.factor, swizzled=False)
     _, scales = quantize_nvfp4(a.x, a.factor)
     tiles = _fp4().block_scale_interleave(linear.view(torch.uint8).contiguous())
@@ -63,7 +63,7 @@ def interleaves(a: Product) -> str:
 
 
 def dequantizes(a: Product) -> str:
-    """FlashInfer's way back from our bytes, an operation of the host, beside ours."""
+    """Compare FlashInfer's dequantisation of our bytes, which runs on the host, with ours."""
     packed, scales = quantize_nvfp4(a.x, a.factor)
     raw = scales.view(torch.uint8).flatten().cpu()
     back = _fp4().e2m1_and_ufp8sf_scale_to_float(packed.cpu(), raw, 1 / a.factor.cpu(), 16, 1, True)
@@ -72,11 +72,11 @@ def dequantizes(a: Product) -> str:
 
 
 def quantizes(a: Product) -> str:
-    """FlashInfer's quantiser, twice: over fresh memory that held one byte, then another."""
+    """Run FlashInfer's quantiser twice over fresh memory, filled with one byte, then with another."""
     ours = [part.view(torch.uint8).flatten() for part in quantize_nvfp4(a.x, a.factor)]
     seen = {}
     for byte in (0x55, 0xAA):
-        # Blocks of the sizes it will ask for, handed back to the caching allocator.
+        # Fill blocks of the sizes that it will request, and return them to the caching allocator.
         freed = [torch.full_like(part, byte) for part in ours for _ in range(4)]
         del freed
         seen[byte] = [part.view(torch.uint8).flatten() for part in _fp4().fp4_quantize(a.x, a.factor)]
@@ -88,7 +88,7 @@ def quantizes(a: Product) -> str:
 
 
 class PublicKernel(NamedTuple):
-    """A comparison with ours, and what it must give; ``None``: any answer is recorded."""
+    """A comparison with ours, and its expected verdict; ``None``: any verdict is recorded."""
 
     compare: Callable[[Product], str]
     expected: str | None
@@ -97,6 +97,6 @@ class PublicKernel(NamedTuple):
 KERNELS = {
     "block_scale_interleave": PublicKernel(interleaves, "same bytes"),
     "e2m1_and_ufp8sf_scale_to_float": PublicKernel(dequantizes, "same values"),
-    # It has no body below SM100, where it writes nothing.
+    # Below SM100 this kernel has no body and writes nothing.
     "fp4_quantize": PublicKernel(quantizes, None),
 }

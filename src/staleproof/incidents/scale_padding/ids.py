@@ -14,7 +14,7 @@ import torch
 from staleproof import check
 
 Simulator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-# Ids and weights on their way to a kernel that reads (tokens, top_k) int32: what it sees of them.
+# Turns ids and weights into those that a kernel reads if it expects (tokens, top_k) int32.
 Reader = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -71,7 +71,7 @@ def require_int32_ids(topk_ids: torch.Tensor) -> torch.Tensor:
 
 
 def pack_topk(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-    """Id and weight in one int32: the id above, the weight's bfloat16 bits below.
+    """Pack id and weight into one int32: the id in the upper half, the weight's bfloat16 bits in the lower.
 
     The format of TensorRT-LLM's routed MoE (vLLM, ``experts/trtllm_fp8_moe.py``).
 

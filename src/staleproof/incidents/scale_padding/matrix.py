@@ -1,4 +1,4 @@
-"""Which remedy cures which cause: every remedy is tried on every cause, over what memory may contain.
+"""Which remedy cures which cause: every remedy is tried on every cause, over several contents of memory.
 
 Four steps are served. A cell counts the outputs of healthy requests that differ from those of a
 model without the fault, once for each :data:`HISTORIES`.
@@ -29,8 +29,8 @@ from staleproof.incidents.scale_padding.remedies import (
 # The largest number that float32 and bfloat16 both have; in e4m3 its bytes are NaN.
 LARGEST = torch.finfo(torch.bfloat16).max
 NAN = (torch.nan,) * 4
-# The stated range. The first seven differ in what memory contained. In the last two it contained NaN;
-# in one nobody was sick, in the other the experts' map is where the step before had its own.
+# The contents of memory that are tried. The first seven differ in these contents. In the last two memory
+# contains NaN: once without sick requests, once with the previous step's map in the map's memory.
 HISTORIES: dict[str, History] = {
     "NaN": History(NAN),
     "infinity": History((torch.inf,) * 4),
@@ -43,7 +43,7 @@ HISTORIES: dict[str, History] = {
     "NaN, over an earlier map": History(NAN, earlier_map=True),
 }
 
-# No place of this cause is fresh memory, so one history is enough.
+# This cause reads no fresh memory, so one history is enough.
 READS_NO_MEMORY = "cross-row reduction"
 
 CURED, HELPED, NOT_CURED, WORSE = "cured", "helped", "not cured", "made worse"
@@ -58,7 +58,7 @@ def _right(cause: str, device: str) -> tuple[torch.Tensor, ...]:
 def serve(
     cause: str, remedy: str | None, device: str, history: History, operations: Operations = KERNELS
 ) -> int:
-    """Serve the four steps; return how many outputs of healthy requests were wrong or never came."""
+    """Serve the four steps; return how many outputs of healthy requests were wrong or missing."""
     server = Server(cause, remedy, device, history, operations)
     wrong, survived = 0, True
     for number, live in enumerate(LIVE):
@@ -88,7 +88,7 @@ class Cell:
     """One remedy on one cause.
 
     Attributes:
-        cause, remedy: which.
+        cause, remedy: their names.
         counts: one for each of :data:`HISTORIES`, in their order.
     """
 
@@ -97,7 +97,7 @@ class Cell:
     counts: Sequence[Counts]
 
     def _told(self) -> dict[str, int]:
-        """Over how many histories the remedy made the cause worse, helped against it, or cured it."""
+        """The number of histories in which the remedy made it worse, helped, or cured it."""
         shown = [count for count in self.counts if count.off]
         return {
             "worse_in": sum(count.on > count.off for count in self.counts),
@@ -109,9 +109,9 @@ class Cell:
     def verdict(self) -> str:
         """A word of the family ``cure``.
 
-        ``cured`` if nothing is wrong over any history; ``made worse`` if more is wrong over one; ``helped``
-        if less is wrong over one; ``not cured`` if the remedy changes no count; ``not reproduced`` if the
-        cause shows over no history, or not twice in the same way.
+        ``not reproduced`` if the cause appears in no history, or differs between the two runs without the
+        remedy. Otherwise ``cured`` if nothing is wrong in any history; ``made worse`` if more is wrong in
+        one; ``helped`` if less is wrong in one; ``not cured`` if the remedy changes no count.
         """
         told = self._told()
         if not any(count.off for count in self.counts) or any(c.off != c.off_again for c in self.counts):
@@ -124,7 +124,7 @@ class Cell:
 
     @property
     def numbers(self) -> dict[str, str | int]:
-        """For a finding: the counts, what the remedy did, and over how many histories the cause shows."""
+        """For a finding: the counts, the remedy's effect, and the number of histories with the fault."""
         columns = zip(*self.counts, strict=True)
         counts = {
             f"wrong_{name}": " ".join(map(str, column))
@@ -135,10 +135,10 @@ class Cell:
 
 
 def row_of(cause: str, device: str, remedies: Sequence[str] = REMEDIES) -> dict[str, Cell]:
-    """Every remedy on one cause; the cause alone is served before and after.
+    """Every remedy on one cause; the cause without a remedy is served before and after.
 
-    On a CPU, where Triton's interpreter is slow, the kernels run where the cause's own remedy meets the
-    first history. Elsewhere the same contracts run in PyTorch; tests hold the two to the same bits.
+    On a CPU, where Triton's interpreter is slow, the kernels run only for the cause's own remedy and the
+    first history. The other cells use the PyTorch references; tests check that both have the same bits.
     """
     histories = [*HISTORIES.values()][: 1 if cause == READS_NO_MEMORY else None]
 

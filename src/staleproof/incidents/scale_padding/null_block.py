@@ -37,9 +37,8 @@ class RankStep:
 
     Attributes:
         written: blocks of this rank's cache that its batch wrote.
-        null_block_bad: whether NaN in a dummy batch is in block 0 of this rank's cache afterwards.
-        row_wrong: the contents of a dummy batch with which the output of this rank's healthy request
-            differs from the right one.
+        null_block_bad: whether block 0 of this rank's cache has NaN after a dummy batch with NaN.
+        row_wrong: the contents of the dummy batch that make the output of this rank's healthy request wrong.
     """
 
     written: tuple[int, ...]
@@ -103,15 +102,15 @@ def _repetition(rank: int, slot: int, content: float, device: str) -> tuple[tupl
     before = cache.clone()
     write_kv(cache, hidden, slots)
     written = tuple((cache != before).flatten(1).any(1).nonzero().flatten().tolist())
-    # The exchange that the idle rank must not miss. Each rank fills its own place, so the rows
-    # of the two never mix.
+    # The exchange in which the idle rank must take part. Each rank fills its own place, so the rows of the
+    # two ranks never mix.
     places = torch.zeros(RANKS, BLOCK_SIZE, HEAD, device=device)
     places[rank] = hidden.nan_to_num(0)
     dist.all_reduce(places)
 
     answer = attend(q, cache, table, 6)
     dist.all_reduce(torch.ones(1, device=device))
-    # Right is what the same request gets from its own six tokens.
+    # The right answer uses only the request's own six tokens.
     right = attend(q, cache, table[:2], 6)
     return written, bool(cache[0].isnan().any()), not torch.allclose(answer, right, rtol=1e-4, atol=1e-5)
 
@@ -150,13 +149,13 @@ def reproduce(backend: str = "gloo", device: str = "cpu", *, timeout_s: float = 
     Args:
         backend: ``gloo``, or ``nccl`` if there are two GPUs.
         device: ``cpu`` hides the GPUs from the ranks.
-        timeout_s: after so many seconds the ranks are ended.
+        timeout_s: after this many seconds the ranks are ended.
 
     Returns:
         Steps of rank 0, which is busy, and of rank 1, which is idle, in the order of :data:`SLOTS`.
 
     Raises:
-        ChildError: a rank died or did not come back.
+        ChildError: a rank died or did not finish.
     """
     env = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     busy, idle = children.call_ranks(run_rank, RANKS, backend, timeout_s=timeout_s, env=env)

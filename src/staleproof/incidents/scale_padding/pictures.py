@@ -1,4 +1,4 @@
-"""What the notebook of incident 5 draws: the bytes of one tile of scales, by the row they belong to."""
+"""Data for the figure of incident 5's notebook: the bytes of a tile of scales, and whose rows they are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TilePicture:
 def tile_picture(rows: int, width: int, device: str, allocation: str = "empty") -> TilePicture:
     """Quantise a tensor twice over different memory, and see which bytes of the first tile were written.
 
-    A byte that nobody writes keeps what its memory held, so it differs between the two runs.
+    A byte that is not written keeps the old content of its memory, so it differs between the two runs.
 
     Args:
         rows: of the tensor.

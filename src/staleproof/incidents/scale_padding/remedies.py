@@ -1,9 +1,8 @@
 """One small model with a place for every cause and every remedy; matrix.py tries each pair.
 
-It has block allocation, a dummy batch, paged attention over two layers, the merge of two ranks'
-parts, quantisers, an NVFP4 product, routing and the experts' map. One fault at a time is put in
-place, and one remedy applied, whether it is meant for that fault or not. What memory contained
-before is a :class:`History`.
+It has block allocation, a dummy batch, paged attention over two layers, the merge of two ranks' parts,
+quantisers, an NVFP4 product, routing and the experts' map. One fault at a time is switched on, and one remedy
+is applied, whether it is meant for that fault or not. A :class:`History` is the earlier content of memory.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ ROWS, LAYERS, EXPERTS, TOP_K = 4, 2, 8, 2
 # 80 elements are five blocks of 16: the scales get three padding columns.
 WIDTH = 80
 BLOCK_SIZE, TOKENS, GLOBAL_SCALE = 4, 6, 64.0
-# Live requests of each step. In the second, rows 1 and 3 are NaN by themselves unless nobody is sick;
-# it is not judged.
+# Live requests of each step. In the second step, which is not judged, rows 1 and 3 are NaN by themselves,
+# unless the history has no sick requests.
 LIVE = (2, 4, 2, 2)
 SICK_STEP, SICK_ROWS = 1, [1, 3]
 
 UNWRITTEN = ("empty rows", "amax, torch.max", "amax, fmax")
 OVER_READS = ("tail over-read", "null block", "block reuse")
-# Each cause, and the remedy that it asks for.
+# Each cause, and the remedy that is meant for it.
 CAUSES = {
     "empty rows": "post_kernel_clear",
     "amax, torch.max": "amax_of_live_rows",
@@ -53,7 +52,7 @@ CAUSES = {
     "cross-row reduction": "rows_kept_apart",
 }
 
-# What the threads tried; then what three of the causes need.
+# Remedies that the issue threads tried; then those that three of the causes need.
 REMEDIES = (
     "zero_init_per_layer",
     "shared_buffer",
@@ -71,15 +70,15 @@ REMEDIES = (
 
 @dataclass(frozen=True)
 class History:
-    """What memory contained before this model got it: float32 numbers of another tensor.
+    """The content of memory before this model got it: float32 numbers of another tensor.
 
     Fresh memory of another type contains the bytes of these numbers: the scales of an NVFP4 tensor,
     the experts' map, and blocks that were a Mamba state.
 
     Attributes:
-        values: the number at each step, or ``None`` for random ones, normal.
+        values: the number at each step, or ``None`` for normal random numbers.
         sick: whether two requests of the second step are NaN by themselves.
-        earlier_map: whether the map's memory contains the map of the step before, and not these bytes.
+        earlier_map: whether the map's memory contains the previous step's map instead of these bytes.
     """
 
     values: tuple[float, float, float, float] | None
@@ -94,7 +93,7 @@ class History:
 
 
 class Operations(NamedTuple):
-    """The operations that remedies call: our kernels, or their contracts in PyTorch."""
+    """The operations that remedies call: our kernels, or their references in PyTorch."""
 
     clear_empty_rows: Callable[..., Any]
     quantize_fp8_per_tensor: Callable[..., Any]
@@ -117,7 +116,7 @@ IN_TORCH = Operations(
 
 @dataclass
 class Server:
-    """What lives from step to step.
+    """The state that is kept from step to step.
 
     Attributes:
         cause: the fault; it also decides the setting: load test, idle rank, two ranks' parts ...
@@ -125,7 +124,7 @@ class Server:
         device: where it runs.
         history: what memory contained before.
         run: the operations of the remedies.
-        faulty: whether the fault is in place, or only its setting.
+        faulty: whether the fault is switched on, or only its setting.
         buffers: attention outputs that a remedy keeps.
         map: the experts' map of the step before, at first of another batch.
     """
@@ -149,7 +148,7 @@ class Server:
         shape = (1 + 2 * ROWS, BLOCK_SIZE, WIDTH)
         self.table = torch.zeros(ROWS, 3, dtype=torch.int64, device=self.device)
         self.table[:, :2] = torch.arange(1, shape[0], device=self.device).view(ROWS, 2)
-        # Some requests are louder than others.
+        # Some requests have larger values than others.
         loudness = torch.tensor([1.0, 3.0, 5.0, 1.0], device=self.device)[:, None, None]
         self.tokens = (noise(LAYERS, ROWS, TOKENS, WIDTH) * loudness).bfloat16()
         self.queries, self.other_rank = noise(ROWS, WIDTH), noise(ROWS, WIDTH)
@@ -160,24 +159,24 @@ class Server:
         self.caches = [torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for _ in range(LAYERS)]
         for cache_ in self.caches:
             if self.has("tail over-read"):
-                # What the last request in these blocks wrote.
+                # The old content of these blocks, from their last request.
                 cache_[1:] = self.fresh(0, *shape)[1:]
             if self.has("block reuse"):
-                # They were float32 state of a Mamba layer: in bfloat16, other numbers.
+                # The blocks were float32 state of a Mamba layer, which gives other numbers in bfloat16.
                 cache_[1:] = self.fresh(0, *shape[:2], WIDTH // 2).view(torch.bfloat16)[1:]
         if self.remedy == "zero_blocks_on_allocation":
             self.zero = self.run.zero(self.caches)
 
     def fresh(self, step: int, *shape: int) -> torch.Tensor:
-        """Memory as its last tenant left it."""
+        """Memory with the content of its last owner."""
         return self.history.fresh(step, *shape, device=self.device)
 
     def has(self, *causes: str) -> bool:
-        """Whether one of these faults is in place."""
+        """Whether one of these faults is switched on."""
         return self.faulty and self.cause in causes
 
     def allocate(self, rows: range) -> None:
-        """New requests get their blocks, and their prompts are written into them."""
+        """Allocate blocks for new requests, and write their prompts into them."""
         position = torch.arange(BLOCK_SIZE, device=self.device)
         for row in rows:
             blocks = self.table[row, :2]
@@ -188,7 +187,7 @@ class Server:
                 null_block.write_kv(cache_, self.tokens[layer, row], slots)
 
     def dummy_batch(self, step: int) -> None:
-        """What an idle rank runs so that the others need not wait for it."""
+        """The dummy batch of an idle rank, which runs so that other ranks need not wait."""
         fixed = self.remedy == "slot_minus_one" or not self.faulty
         slots = torch.full((1,), -1 if fixed else 0, device=self.device)
         garbage = self.fresh(step, 1, WIDTH).bfloat16()
@@ -242,12 +241,12 @@ class Server:
         return scaled.to(torch.float8_e4m3fn).float() * scale
 
     def product(self, x: torch.Tensor, step: int) -> torch.Tensor:
-        """x @ weight.T by way of NVFP4."""
+        """x @ weight.T in NVFP4."""
         factor = torch.full((1,), GLOBAL_SCALE, device=self.device)
         ours = self.remedy == "in_kernel_padding"
         packed, scales = (self.run if ours else IN_TORCH).quantize_nvfp4(x, factor)
         if self.has("scale padding") and not ours:
-            # As quantize_blocks_only leaves them.
+            # Leave the padding unwritten, as quantize_blocks_only does.
             raw = scales.view(torch.uint8).view(-1)
             nobody = reference.padding_offsets(ROWS, WIDTH).to(self.device)
             raw[nobody] = self.fresh(step, len(raw) // 4).view(torch.uint8)[nobody]
@@ -271,7 +270,7 @@ class Server:
         for layer in range(LAYERS):
             out = self.attention(layer, step, x, seq_lens)
             if self.cause == "empty rows":
-                # Two ranks' parts by their weights, which is 0 here for a row without tokens.
+                # Merge two ranks' parts by their weights; this rank's is 0 for a row without tokens.
                 here = torch.tensor(seq_lens, device=self.device).clamp(max=1)[:, None] / 2
                 out = here * out + (1 - here) * self.other_rank
             x = self.product(self.quantised(out, live), step)
@@ -317,8 +316,8 @@ class StepResult:
 
     Attributes:
         rows: (rows, width), through the map.
-        meant: (rows, width), what the routing of this step should give.
-        survived: whether the process did.
+        meant: (rows, width), the right result for the routing of this step.
+        survived: whether the process survived.
     """
 
     rows: torch.Tensor
@@ -343,7 +342,7 @@ def keeps_the_first(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def expert_sums(
     x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: torch.Tensor
 ) -> torch.Tensor:
-    """The formula: each row's weighted sum over its experts, (rows, width)."""
+    """Each row's weighted sum over its experts by the formula, (rows, width)."""
     by_slot = torch.einsum("rw,rkwv->rkv", x, experts[chosen.long()])
     return (weights[..., None] * by_slot).sum(1)
 
@@ -356,7 +355,7 @@ def through_the_map(
     stale: torch.Tensor,
     unused: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """The same by a map from slots to rows sorted by expert, as FlashInfer's CUTLASS MoE takes it.
+    """The same with a map from slots to rows sorted by expert, as in FlashInfer's CUTLASS MoE.
 
     For each expert, a token's slots are scanned up to the first match. The slot of a second match is
     never written: its stale entry is followed, which is an illegal access if it names no row
@@ -364,8 +363,8 @@ def through_the_map(
 
     Args:
         x, weights, chosen, experts: as for :func:`expert_sums`.
-        stale: (rows, top_k) int32, what the memory of the map contained.
-        unused: (rows * top_k, width), what that of the experts' output rows contained.
+        stale: (rows, top_k) int32, old content of the map's memory.
+        unused: (rows * top_k, width), old content of the memory of the experts' output rows.
 
     Returns:
         (rows, width); the map, (rows, top_k) int32; whether every entry followed named a row.

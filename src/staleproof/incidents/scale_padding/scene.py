@@ -42,7 +42,7 @@ def product_on(device: str, m: int = LIVE, n: int = N) -> Product:
 
 
 def multiply(a: Product, packed: torch.Tensor, scales: torch.Tensor, tile: int | None) -> torch.Tensor:
-    """(live, out): tile by tile as tensor cores do, or by rows for the linear layout."""
+    """(live, out): the product tile by tile as on tensor cores, or by rows for the linear layout."""
     if tile is None:
         left = reference.dequantize_nvfp4(packed, scales, a.factor, swizzled=False)
         return left @ reference.dequantize_nvfp4(*a.weight, a.factor).T
@@ -50,12 +50,12 @@ def multiply(a: Product, packed: torch.Tensor, scales: torch.Tensor, tile: int |
 
 
 def step_of(path_name: str, allocation: str, a: Product) -> Callable[[Fill | None], torch.Tensor]:
-    """Quantise and multiply, for the judges: what they fill is the fresh memory of the scales."""
+    """Quantise and multiply, for judge_rows and pad_invariance, which fill the scales' fresh memory."""
     tile, (m, n), device = broken.PATHS[path_name], a.x.shape, a.x.device
 
     def run(fill: Fill | None) -> torch.Tensor:
         def leave(memory: torch.Tensor) -> None:
-            # NaN if no fill is given: a tile of random bytes nearly always holds one.
+            # NaN if no fill is given, because a tile of random bytes nearly always contains a NaN.
             wide = torch.full(memory.shape, torch.nan, device=device)
             if fill is not None:
                 fill(wide)
@@ -77,7 +77,7 @@ def step_of(path_name: str, allocation: str, a: Product) -> Callable[[Fill | Non
 
 
 def per_token_step(name: str, device: str) -> Callable[[Fill | None], torch.Tensor]:
-    """A per-token quantiser over three live rows and three of padding, for the judges."""
+    """A per-token quantiser over three live and three padding rows, for judge_rows and pad_invariance."""
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(6, 64, generator=generator).to(device)
 
