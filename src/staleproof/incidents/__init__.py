@@ -1,1 +1,1 @@
-"""The incidents: the miniature each happens in, its faults, and the questions put to it."""
+"""The incidents: for each a miniature in which it happens, its faults, and the questions about it."""

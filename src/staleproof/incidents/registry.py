@@ -1,4 +1,4 @@
-"""The incidents by folder name, and the one way to ask their questions."""
+"""The incidents by folder name, and the function that runs their questions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class Incident(NamedTuple):
-    """What ``staleproof list`` and ``staleproof run`` print about one incident, beside its symptom.
+    """What ``staleproof list`` and ``staleproof run`` print about one incident, apart from its symptom.
 
-    The symptom is the triage table's: :func:`staleproof.triage.symptom`.
+    The symptom comes from the triage table: :func:`staleproof.triage.symptom`.
 
     Attributes:
         number: its chapter.
         title: the heading of its notebook.
         notebook: file name in ``notebooks/``.
         summary: the cause in one sentence.
-        served: questions that put remedies into service.
-        tried: variants of these questions that were tried as remedies, upstream or by users.
+        served: questions that serve requests with a remedy.
+        tried: variants of these questions that upstream or users tried as remedies.
     """
 
     number: int
@@ -104,7 +104,7 @@ def table_of(incident: str) -> Table:
 
 
 def put_questions(incident: str, device_name: str, progress: Callable[[str], None]) -> Generator[Finding]:
-    """Put every case of one incident, yielding each finding as soon as it is there.
+    """Run every case of one incident, and yield each finding as soon as it is ready.
 
     Args:
         incident: its folder name.
