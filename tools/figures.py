@@ -265,8 +265,8 @@ GRID = (
     "faster:"
 )
 NAN = (
-    "Routers of 128 tokens of which a tenth is NaN, as in the benchmark of vLLM #39593: what they take, and "
-    "what they make of the NaN rows:"
+    "Routers of 128 tokens of which a tenth is NaN, as in the benchmark of vLLM #39593: their times, and "
+    "their answers for the NaN rows:"
 )
 # At most so many times the faster peer, and the colour of it.
 COLOURS = {1.0: "\U0001f7e9", 1.05: "\U0001f7e8", math.inf: "\U0001f7e5"}
@@ -299,8 +299,8 @@ def grid_lines(rows: Sequence[Row]) -> Iterator[str]:
         return round(statistics.geometric_mean(ratios), 2)
 
     for says, of in (
-        ("drawn by a number that was known", [r for (*_, seed), r in cells.items() if seed == 0]),
-        ("drawn by a number that was not", [r for (*_, seed), r in cells.items() if seed != 0]),
+        ("drawn with the seed used for tuning", [r for (*_, seed), r in cells.items() if seed == 0]),
+        ("drawn with another seed", [r for (*_, seed), r in cells.items() if seed != 0]),
     ):
         if of:
             close = sum(r <= 1.05 for r in of)
@@ -367,10 +367,10 @@ def section(run: Run) -> str:
         "`staleproof list` says whether the source has changed since. " + run.environment.get("remark", "")
     ).strip()
     rule = (
-        "Each kernel at the shapes of DeepSeek and Qwen, beside each peer: the case that compares best and "
-        "the one that compares worst, as peer's time divided by ours, then both times. **Bold**: ours is "
-        "slower by more than half a per cent. A limit is what a memset or a product takes for as many bytes "
-        "or operations. `warm`: inputs in the L2; `cold`: in device memory."
+        "Each kernel at the shapes of DeepSeek and Qwen, beside each peer: our best case and our worst, as "
+        "the speed-up (the peer's time divided by ours), then our time and the peer's. **Bold**: ours is "
+        "slower by more than half a per cent. A limit is the time of a memset, a copy or a product of as "
+        "many bytes or operations. `warm`: inputs in the L2; `cold`: in device memory."
     )
     # Above each table what it shows.
     parts = {
@@ -380,9 +380,7 @@ def section(run: Run) -> str:
         "says `host`:": patch_lines,
         GRID: grid_lines,
         NAN: nan_lines,
-        "What a call takes of the calling thread where no graph replays it, checks on, small inputs:": (
-            host_lines
-        ),
+        "Time of the calling thread for a call outside a graph, checks on, small inputs:": host_lines,
         "A new process, from `import staleproof` to the first result, and the next call; once each:": (
             first_lines
         ),
@@ -402,9 +400,9 @@ def short(run: Run) -> str:
     ahead = sum(pair.ratio >= 1 for pair in worst.values())
     name, most = min(worst.items(), key=lambda item: item[1].ratio)
     return (
-        f"{about(run)}. In {ahead} of {len(worst)} groups of shapes no peer is faster in any case; at worst "
-        f"ours takes {us(most.ours)} for a peer's {us(most.peer)} ({name}; {most.case}). Every peer, case "
-        "and limit, and what was said of the run: [figures.md](workbook/figures.md)."
+        f"{about(run)}. In {ahead} of {len(worst)} groups of shapes no peer is faster in any case; in the "
+        f"worst case ours takes {us(most.ours)} where a peer takes {us(most.peer)} ({name}; {most.case}). "
+        "Every peer, case and limit, and remarks on the run: [figures.md](workbook/figures.md)."
     )
 
 

@@ -91,4 +91,4 @@ def test_the_sentence_of_readme_counts_whom_no_peer_beats_and_names_the_worst_ca
         rows += [row("staleproof", 5.0, x_value=4096), row("fa3", 9.0, x_value=4096)]
         text = figures.short(replace(run, measurements=[one | about for one in rows]))
         assert said in text
-        assert f"takes {ours} for a peer's 10.0 (`mla_decode`, 128 heads; batch 1, tokens 512)" in text
+        assert f"takes {ours} where a peer takes 10.0 (`mla_decode`, 128 heads; batch 1, tokens 512)" in text
