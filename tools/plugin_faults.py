@@ -33,10 +33,10 @@ from staleproof.vllm.plugin import patches
 FILE = Path(__file__).parents[1] / "workbook/plugin-faults.json"
 ABOUT = """\
 Written by `python -m tools.plugin_faults`; the cells are in `plugin-faults.json`. Every hook of every patch
-stands on a function with the name, the place and the leading arguments of vLLM's, and raises. `vLLM's own`:
-each call returned what it returns without the patch. A line is a warning in the log, which names the patch
-that is out of service from then on, and those that require it. While torch.compile traces a call the line
-comes when the trace is over, and vLLM does not save the graph."""
+wraps a stub with the name, the module and the leading arguments of vLLM's function, and raises. `vLLM's own`:
+each call returned what it returns without the patch. `1 line`: one warning in the log, which names the patch
+that is out of service from then on, and those that require it. If torch.compile was tracing the call, the
+line comes when the trace is over, and vLLM does not save the graph."""
 NOT_RUN = "not run: needs a GPU"
 OWN = "vLLM's own"
 Double = Callable[[torch.Tensor], torch.Tensor]
