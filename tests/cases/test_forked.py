@@ -62,7 +62,7 @@ def test_a_child_ends_as_a_new_interpreter_does(monkeypatch):
 
 
 def test_what_an_import_of_the_server_leaves_for_the_end_is_not_done_by_its_children(monkeypatch, tmp_path):
-    """torch takes its operators apart there, which takes longer than many a child."""
+    """torch deregisters its operators there, which takes longer than many children run."""
     (tmp_path / "leaves.py").write_text(
         "import weakref\nweakref.finalize(weakref.ref, print, 'of the server')\n"
     )
