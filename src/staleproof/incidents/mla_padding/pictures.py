@@ -56,7 +56,8 @@ class BufferPicture(NamedTuple):
     Attributes:
         steps: a label for each step: its live rows and their state.
         cells: rows x steps. Live rows are ``this step`` or ``NaN in a live row``; other rows are ``zero``,
-            ``an earlier step``, ``NaN of an earlier step``, or ``this step`` if the step wrote them.
+            ``an earlier step``, ``NaN of an earlier step``, or, if the step wrote them, ``this step`` or
+            ``NaN in a padding row``.
     """
 
     steps: list[str]

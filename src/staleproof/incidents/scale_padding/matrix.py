@@ -26,7 +26,7 @@ from staleproof.incidents.scale_padding.remedies import (
     Server,
 )
 
-# The largest number that float32 and bfloat16 both have; in e4m3 its bytes are NaN.
+# The largest number that float32 and bfloat16 both have. In bfloat16 its two bytes are NaN if read as e4m3.
 LARGEST = torch.finfo(torch.bfloat16).max
 NAN = (torch.nan,) * 4
 # The contents of memory that are tried. The first seven differ in these contents. In the last two memory
