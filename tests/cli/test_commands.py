@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import typer
 from fakes import MEASUREMENT, absent, clean, interrupted, leaked, one_line, verified, wrong
+from prometheus_client.samples import Sample
 from tests.made import finding, off_on_off
 
 from staleproof import device
@@ -403,6 +404,7 @@ def test_doctor_names_what_is_skipped_and_why(monkeypatch, capsys):
 def test_what_is_given_is_handed_on(root, incident, monkeypatch, place, command, result, handed):
     incident(clean)
     asked = []
+    monkeypatch.setattr("staleproof.engine.watching.fetch", lambda url: [Sample("watch_up", {}, 1.0)])
     monkeypatch.setattr(place, lambda *args, **options: asked.append([*args, *options.values()]) or result)
     cli.main(command)
     assert asked

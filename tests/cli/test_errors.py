@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -119,6 +121,14 @@ def test_a_group_without_a_command_prints_its_help_alone(capsys):
     said = capsys.readouterr()
     assert (said.out + said.err).lstrip().startswith("Usage: staleproof moe-module")
     assert "(see " not in said.err
+
+
+def test_a_reader_that_has_gone_is_no_verdict(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # the command may replace it
+    assert cli.main(["patches", "--version", "0.18.1"]) == 141
 
 
 def test_help_is_one_screen_and_says_every_exit_code(capsys):

@@ -71,7 +71,7 @@ def test_an_audit_given_twice_shows_what_each_release_changed(tmp_path, capsys):
         write_findings(file, [replace(ROW, verdict=HOLDS), replace(ROW, release="kernels 1.1")])
     assert print_changes(path, path) == 1
     changed = "E  kernels 1.1 decode: holds (1.0) -> breaks: NaN"
-    assert capsys.readouterr().out.splitlines() == [changed, "1 change"]
+    assert capsys.readouterr().out.splitlines() == ["1 change, 1 for the worse", changed]
     assert print_changes(path, other) == 0
 
 

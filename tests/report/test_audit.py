@@ -135,12 +135,12 @@ def test_compare_says_what_a_release_changed(tmp_path, capsys):
     asked = "B  kernels 1.0 decode: not asked -> undefined: documented: mask it"
     back = "E  kernels 1.0 decode: holds (2.0) -> breaks: NaN is written"
     for before, after, lines, code in (
-        (old_path, new_path, [changed, absent, "2 changes"], 1),
-        (new_path, old_path, [back, asked, "2 changes"], 1),
-        (old_path, old_path, ["0 changes"], 0),
+        (old_path, new_path, ["2 changes, 1 for the worse", changed, absent], 1),
+        (new_path, old_path, ["2 changes, 1 for the worse", back, asked], 1),
+        (old_path, old_path, ["0 changes, 0 for the worse"], 0),
         # One audit of two releases is compared with itself.
-        (both, both, [changed, "1 change"], 0),
-        (both, both.parent / ".." / both.parent.name / both.name, [changed, "1 change"], 0),
+        (both, both, ["1 change, 0 for the worse", changed], 0),
+        (both, both.parent / ".." / both.parent.name / both.name, ["1 change, 0 for the worse", changed], 0),
     ):
         assert cli.main(["compare", str(before), str(after)]) == code
         assert capsys.readouterr().out.splitlines() == lines

@@ -72,7 +72,7 @@ def test_the_truth_is_that_of_all_processes(here, capsys, monkeypatch):
     number = port.server_address[1]
     code, text = ask(capsys, number)
     assert (code, "will be patched" in text) == (0, True)
-    assert text.endswith("\nas it should be\n")
+    assert text.endswith("\nnothing is refused, partly in place, or required and off\n")
     with child("undrained_ids", "vllm.sched:schedule", "in place"):
         assert live.health()["patches"] == {"undrained_ids": ("in place", "")}
         assert len(live.health()["processes"]) == 2
@@ -81,7 +81,7 @@ def test_the_truth_is_that_of_all_processes(here, capsys, monkeypatch):
         assert code == 3
         assert "refused" in text
         assert "schedule was replaced" in text
-        assert text.endswith("\nnot as it should be\n")
+        assert text.endswith("\nsomething is refused, partly in place, or required and off\n")
         assert "vLLM 0.22.1" in text
         code, text = ask(capsys, number, "--json")
         assert code == 3

@@ -256,20 +256,39 @@ def test_a_posix_locale_reads_every_file(installed, tmp_path):
 @pytest.mark.parametrize(
     ("variables", "warning"),
     [
-        ({}, None),
-        ({"STALEPROOF_WATCH": "0", "STALEPROOF_WATCH_PORT": "no"}, None),
-        ({"STALEPROOF_WATCH": " on "}, None),
-        ({"STALEPROOF_WATCH": "yes"}, "STALEPROOF_WATCH: expected 1, on or true, got 'yes'"),
+        ("", ""),
+        ("WATCH=0 WATCH_PORT=no PORT=9463 UNKNOWN=probe SWITCH=/nowhere REQUIRE=scale_padding,topk_nan", ""),
+        ("WATCH=on", ""),
+        ("WATCH=yes", "STALEPROOF_WATCH: expected 1, on or true, got 'yes': nothing is watched"),
+        ("WATCH=1 WATCH_PORT=no", "STALEPROOF_WATCH_PORT: expected 1 to 65535, got 'no': nothing is watched"),
+        ("REQUIRE=foo", "vLLM does not start: STALEPROOF_REQUIRE=foo: foo is no patch (known: mla_padding,"),
         (
-            {"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_PORT": "no"},
-            "STALEPROOF_WATCH_PORT: expected 1 to 65535, got 'no'",
+            "REQUIRE=scale_padding PATCHES=topk_nan",
+            "vLLM does not start: STALEPROOF_REQUIRE=scale_padding: scale_padding is off",
+        ),
+        ("UNKNOWN=prob", "STALEPROOF_UNKNOWN: expected probe, got 'prob'"),
+        ("PORT=abc", "STALEPROOF_PORT: expected 1 to 65535, got 'abc': nobody can ask"),
+        ("PORT=65536", "STALEPROOF_PORT: expected 1 to 65535, got '65536': nobody can ask"),
+        ("PORT=0", "STALEPROOF_PORT: expected 1 to 65535, got '0': nobody can ask"),
+        (
+            f"SWITCH={__file__}",
+            f"STALEPROOF_SWITCH: {__file__} switches off the patches that it names, or all",
         ),
     ],
 )
-def test_a_watch_that_would_stay_off_is_said(installed, patches, monkeypatch, variables, warning):
+def test_a_variable_with_another_effect_than_it_seems_is_said(
+    installed, patches, monkeypatch, variables, warning
+):
     installed("0.22.1", FILES)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    for name, value in (word.split("=") for word in variables.split()):
+        monkeypatch.setenv(f"STALEPROOF_{name}", value)
     _, text = patches()
-    assert ("nothing is watched" in text) == (warning is not None)
-    assert warning is None or f"warning: {warning}: nothing is watched" in " ".join(text.split())
+    assert text.count("warning: ") == bool(warning)
+    assert not warning or f"warning: {warning}" in " ".join(text.split())
+
+
+def test_a_watch_needs_a_release_that_it_knows(installed, patches, monkeypatch):
+    monkeypatch.setenv("STALEPROOF_WATCH", "1")
+    installed("0.19.1", FILES)
+    assert "STALEPROOF_WATCH needs vLLM 0.20.0 or later: nothing is watched" in patches()[1]
+    assert [status.unwatched(version) for version in ("0.20.0", "dev", "")] == [None] * 3

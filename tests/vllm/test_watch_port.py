@@ -157,6 +157,15 @@ def test_bad_input_of_the_command_is_one_line(capsys):
     assert "--json needs --once" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [[], ["--once"], ["--once", "--json"]])
+def test_a_server_without_a_watch_shows_no_table_of_zeros(capsys, options):
+    port = watch_port.serve(None, 0)
+    assert cli.main(["watch", f"localhost:{port.server_address[1]}", *options]) == 2
+    said = capsys.readouterr()
+    assert said.err.endswith(": a server answers, but no watch runs in it\n")
+    assert said.out == ""
+
+
 def test_a_port_of_somebody_else_is_no_watch():
     from prometheus_client import CollectorRegistry, start_http_server
 

@@ -56,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(args=arguments, prog_name="staleproof", standalone_mode=False)
     except SystemExit as end:
+        # Whoever reads what is printed has gone: as the shell says of SIGPIPE.
+        if isinstance(end.__context__, BrokenPipeError):
+            return 128 + 13
         return end.code if isinstance(end.code, int) else 1
     except Exception as error:
         # What typer says of unknown commands and options, in one line instead of three.
@@ -97,5 +100,6 @@ def options(
     \b
     Exit codes: 0 all is well; 1 a verdict is not as expected, two runs differ,
     or a kernel is wrong; 2 bad input; 3 patches: something needed is refused;
-    130 and 143 ended by Ctrl-C or SIGTERM, and what was found is kept.
+    130 and 143 ended by Ctrl-C or SIGTERM, and what was found is kept;
+    141 the program that reads the output has ended.
     """

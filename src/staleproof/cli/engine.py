@@ -60,7 +60,7 @@ def engine(
             json,
             limit,
         )
-    terminal.print_verdicts(findings, [])
+    terminal.print_verdicts(findings, [], None)
     finish(findings, [])
     if folder is not None:
         if not any(found.ran for found in findings):
@@ -86,10 +86,13 @@ def watch(
     if as_json and not once:
         raise BadInputError("watch: --json needs --once")
     try:
+        samples = watching.fetch(url)
+        if not any(sample.name == "watch_up" for sample in samples):
+            raise watching.WatchError("a server answers, but no watch runs in it")
         if as_json:
-            typer.echo(watching.as_json(watching.fetch(url)))
+            typer.echo(watching.as_json(samples))
         elif once:
-            Console().print(watching.table(watching.fetch(url)))
+            Console().print(watching.table(samples))
         else:
             with Live() as live:
                 watching.follow(url, every, live.update)

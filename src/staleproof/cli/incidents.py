@@ -135,7 +135,9 @@ def report(
     sources = sorted((store.checkout() / "notebooks").glob("*.ipynb"))
     if execute:
         with beside(sources, build / "notebooks", lanes(device)) as finish_notebooks:
-            findings = obtain([*INCIDENTS], device, kept, lambda all_: terminal.print_verdicts(all_, runs))
+            findings = obtain(
+                [*INCIDENTS], device, kept, lambda all_: terminal.print_verdicts(all_, runs, None)
+            )
             with terminal.progress() as say:
                 say("the notebooks")
                 executions = finish_notebooks()

@@ -68,7 +68,9 @@ def patches(
     except PatchError as error:
         about = "--explain: " if explain is not None else "--version: " if version is not None else ""
         hint = "" if about else "; name a release: staleproof patches --version 0.18.1"
-        raise BadInputError(f"{about}{error}{hint}") from error
+        said = str(error).removesuffix("; nothing is patched")
+        # One that names a variable is about no argument.
+        raise BadInputError(said if said.startswith("STALEPROOF_") else f"{about}{said}{hint}") from error
     if as_json:
         typer.echo(shown.as_json(found))
     else:
@@ -94,11 +96,15 @@ def health(server: str) -> dict[str, Any]:
 
 
 def _as_text(health: dict[str, Any]) -> str:
+    count = len(health["processes"])
     lines = [
-        f"vLLM {health['vllm']}, staleproof {health['staleproof']}, {len(health['processes'])} processes",
+        f"vLLM {health['vllm']}, staleproof {health['staleproof']}, {count} process{'es' * (count != 1)}",
         "",
     ]
     states = sorted((state, name, why) for name, (state, why) in health["patches"].items())
     lines += [f"{state:<15}  {name:<18} {why}".rstrip() for state, name, why in states]
-    lines += ["", "as it should be" if health["ok"] else "not as it should be"]
+    lines += [
+        "",
+        f"{'nothing' if health['ok'] else 'something'} is refused, partly in place, or required and off",
+    ]
     return "\n".join(lines)

@@ -67,7 +67,7 @@ def record(
     folder = (out or store.runs_folder()) / devices.machine().slug
     with naming("--out"):
         store.open_for_writing(folder).rmdir()
-    findings = obtain([*INCIDENTS], device, kept, lambda found: terminal.print_verdicts(found, []))
+    findings = obtain([*INCIDENTS], device, kept, lambda found: terminal.print_verdicts(found, [], None))
     if any(found.failed for found in findings):
         typer.echo(f"staleproof: not recorded, a verdict is not as expected: {kept}", err=True)
         raise typer.Exit(1)

@@ -223,13 +223,13 @@ def print_changes(before: Path, after: Path) -> int:
     """
     from staleproof.contract.contract import BREAKS, between_releases, compare
 
-    worse, rows = 0, _read(before)
+    rows = _read(before)
     same = before.resolve() == after.resolve()
     changes = between_releases(rows) if same else compare(rows, _read(after))
+    worse = sum(change.after.verdict == BREAKS for change in changes)
+    typer.echo(f"{len(changes)} change{'s' * (len(changes) != 1)}, {worse} for the worse")
     for old, row in changes:
         was = f"{old.verdict} ({old.release.partition(' ')[2]})" if old else "not asked"
         name = f"{row.question}  {row.release} {row.variant}"
         typer.echo(f"{name}: {was} -> {row.verdict}" + (f": {row.note}" if row.note else ""))
-        worse |= row.verdict == BREAKS
-    typer.echo("1 change" if len(changes) == 1 else f"{len(changes)} changes")
-    return int(worse)
+    return int(worse > 0)

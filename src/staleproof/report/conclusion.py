@@ -26,12 +26,13 @@ SHOWN = 5
 _UNKNOWN = Incident(0, "", "", "")
 
 
-def text(findings: Sequence[Finding], width: int = 80) -> str:
+def text(findings: Sequence[Finding], width: int = 80, *, hint: bool = True) -> str:
     """The conclusion about each incident, then one line for all that was not run.
 
     Args:
         findings: of one run.
         width: columns; words are not cut.
+        hint: whether the command has ``-v``, which lists what was not run.
     """
     checked = [*findings]
     lines: list[str] = []
@@ -39,22 +40,23 @@ def text(findings: Sequence[Finding], width: int = 80) -> str:
         lines += [*_incident(incident, [f for f in checked if f.incident == incident], width), ""]
     if len({found.incident for found in checked}) > 1:
         lines.append(matrix.counts(checked))
-    return "\n".join([*lines, *not_run_line(checked, width)])
+    return "\n".join([*lines, *not_run_line(checked, width, hint=hint)])
 
 
-def not_run_line(findings: Sequence[Finding], width: int = 80) -> list[str]:
+def not_run_line(findings: Sequence[Finding], width: int = 80, *, hint: bool = True) -> list[str]:
     """One line for all that was not run, with the reasons that fit; no line if everything ran."""
     reasons = Counter(found.note or "no reason given" for found in findings if not found.ran)
     if not reasons:
         return []
-    line, rest = f"{NOT_RUN}:", reasons.total()
+    line, rest, option = f"{NOT_RUN}:", reasons.total(), " (-v)" * hint
     for why, count in reasons.most_common():
         more = f"{line}{'' if line[-1] == ':' else ','} {count} {why}"
-        if len(more) + len(f", {rest - count} other (-v)") > width:
+        if len(more) + len(f", {rest - count} other{option}") > width:
             break
         line, rest = more, rest - count
-    comma = "" if line[-1] == ":" else ","
-    return [line + (f"{comma} {rest} other (-v)" if rest else " (-v lists them)")[: width - len(line)]]
+    if not rest:
+        return [line + " (-v lists them)"[: width - len(line)] * hint]
+    return [f"{line} {rest}{option}" if line[-1] == ":" else f"{line}, {rest} other{option}"]
 
 
 def _incident(name: str, findings: Sequence[Finding], width: int) -> Iterable[str]:

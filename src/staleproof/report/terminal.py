@@ -119,17 +119,18 @@ def row_text(row: Mapping[str, Any]) -> str:
     )
 
 
-def print_verdicts(findings: Sequence[Finding], runs: Sequence[Run], verbose: bool = False) -> None:
+def print_verdicts(findings: Sequence[Finding], runs: Sequence[Run], verbose: bool | None = False) -> None:
     """Print the conclusion about each incident, then for each recorded run how many verdicts it shares.
 
     Args:
         findings: of one run.
         runs: recorded runs to compare with.
-        verbose: print the verdict matrices after it, and each question that was not run.
+        verbose: print the verdict matrices after it, and each question that was not run. ``None``: as
+            false, for a command without ``-v``.
     """
     say()
     wide = console().width if console().is_terminal else 100
-    say(conclusion.text(findings, wide))
+    say(conclusion.text(findings, wide, hint=verbose is not None))
     incidents = {found.incident for found in findings}
     for run in runs:
         mine = [f for f in run.findings if f.incident in incidents]

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
-from staleproof.vllm.plugin import AFFECTED, REFUSED, WILL, Decision, base, decisions, patches
+from staleproof.vllm import live, process
+from staleproof.vllm.plugin import (
+    AFFECTED,
+    PORT,
+    REFUSED,
+    UNKNOWN,
+    WATCH,
+    WILL,
+    Decision,
+    base,
+    decisions,
+    patches,
+)
 from staleproof.vllm.releases import last_of_series, release, table
-from staleproof.vllm.sources import PatchError, installed
-from staleproof.vllm.watch import VARIABLE, settings
+from staleproof.vllm.sources import PatchError, installed, numbers
+from staleproof.vllm.watch import settings
 
 GROUP, NAME = "vllm.general_plugins", "staleproof"
 MISSING = f"no entry point {NAME} in {GROUP} is installed"
@@ -32,19 +45,47 @@ def inactive() -> str | None:
     return None
 
 
-def unwatched() -> str | None:
+def unwatched(version: str = "") -> str | None:
     """Say why ``STALEPROOF_WATCH`` is set but has no effect; ``None`` if it works or is not set.
+
+    Args:
+        version: of vLLM; "" or a build without a number: any release.
 
     >>> os.environ.get("STALEPROOF_WATCH") is not None or unwatched() is None
     True
     """
-    said = os.environ.get(VARIABLE, "").strip()
+    said = os.environ.get(WATCH, "").strip()
+    if said in ("", "0", "off", "false"):
+        return None
     try:
-        if said in ("", "0", "off", "false") or settings(os.environ):
-            return None
+        if settings(os.environ) is None:
+            return f"{WATCH}: expected 1, on or true, got {said!r}"
     except PatchError as error:
         return str(error)
-    return f"{VARIABLE}: expected 1, on or true, got {said!r}"
+    # Imports torch.
+    from staleproof.vllm.watch_hooks import OLDEST
+
+    known = numbers(version)
+    return f"{WATCH} needs vLLM {OLDEST} or later" if known and known < numbers(OLDEST) else None
+
+
+def _warnings(version: str, decided: Sequence[Decision]) -> Iterator[str]:
+    """What the variables of the plugin would do here that nobody may have meant."""
+    if (why := unwatched(version)) is not None:
+        yield f"{why}: nothing is watched"
+    # What will be patched stands before the model is loaded.
+    states = {d.patch.name: (process.IN_PLACE if d.state == WILL else d.state, d.why) for d in decided}
+    try:
+        process.required(os.environ.get(process.REQUIRE), states, patches())
+    except process.RequirementError as error:
+        yield str(error)
+    if (probe := os.environ.get(UNKNOWN, "")) not in ("", "probe"):
+        yield f"{UNKNOWN}: expected probe, got {probe!r}"
+    port = os.environ.get(PORT, "").strip()
+    if port and not (port.isdecimal() and 0 < int(port) < 2**16):
+        yield f"{PORT}: expected 1 to {2**16 - 1}, got {port!r}: nobody can ask for the server's state"
+    if (switch := os.environ.get(live.SWITCH)) and Path(switch).exists():
+        yield f"{live.SWITCH}: {switch} switches off the patches that it names, or all if it names none"
 
 
 # What a patch would do to a release that is not installed here.
@@ -89,8 +130,8 @@ def answer(version: str | None = None) -> Answer:
     if why is not None:
         decided = [replace(d, state=AFFECTED) if d.state == WILL else d for d in decided]
         notes.append(f"warning: {why}: nothing is patched")
-    if (why := unwatched()) is not None:
-        notes.append(f"warning: {why}: nothing is watched")
+    else:
+        notes += [f"warning: {said}" for said in _warnings(version, decided)]
     return Answer(version, True, decided, notes, upgrade(decided, None if of.unknown else of.name))
 
 
