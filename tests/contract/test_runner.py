@@ -215,13 +215,18 @@ def test_an_operand_of_a_gpu_is_guarded_where_it_begins_at_16_bytes(monkeypatch,
     assert asked == ([(count, device)] if moved else [])
 
 
-def test_a_kernel_is_imported_from_its_folder_unless_that_is_installed(tmp_path):
+def test_a_kernel_is_imported_from_its_folder_unless_that_is_installed(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/kernels.py").write_text("def one(x): ...\n")
     one = load_module(str(tmp_path / "mine/kernels.py")).one
     path, *lines = scripts._import(one)
     assert path == f"import sys; sys.path.insert(0, {str(tmp_path / 'mine')!r})"
     assert lines == ["from kernels import one", scripts._FIRST]
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole/__init__.py").write_text("def two(x): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path, line, _ = scripts._import(load_module("whole").two)
+    assert (path, line) == (f"import sys; sys.path.insert(0, {str(tmp_path)!r})", "from whole import two")
     assert scripts._import(torch.nn.functional.softmax)[0] == "from torch.nn.functional import softmax"
     assert scripts._import(runner.answers)[0] == "from staleproof.contract.runner import answers"
 

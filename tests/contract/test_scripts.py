@@ -16,7 +16,7 @@ import warm
 from staleproof.cases import children
 from staleproof.cases.finding import read_findings
 from staleproof.contract import cases, environments, scripts
-from staleproof.contract.contract import BREAKS, UNDEFINED
+from staleproof.contract.contract import BREAKS, CLAUSES, UNDEFINED
 from staleproof.kernels import packages
 from staleproof.kernels.packages import Release
 from staleproof.kernels.subject import Subject, load_module, subjects_of
@@ -63,9 +63,12 @@ def test_every_script_is_short_parses_needs_ours_for_ours_alone_and_says_what_to
                 made += 1
                 assert "staleproof" not in text, subject.name
                 title, *installs = re.findall(r"\A((?:#.*\n)+)", text)[0].splitlines()
-                assert title.startswith(f"# {subject.name} ({subject.package} 1.0). Clause ")
+                clause = f"Clause {subject.clauses[1]}: {CLAUSES[subject.clauses[1]]}"
+                assert title == f"# {subject.name} ({subject.package} 1.0). {clause}"
                 assert all(line.startswith("# pip install ") for line in installs), text
                 assert f"{subject.package}==1.0" in installs[-1]
+                triton = not subject.needs and subject.package not in environments.PLAIN
+                assert ("TRITON_INTERPRET" in text) == triton, subject.name
     assert made > 100
 
 
@@ -78,13 +81,55 @@ def test_nothing_is_made_for_clean_input_or_a_clause_that_holds(clause):
     assert scripts.counterexample(subject, Release("1"), clause, ("spare", "nan")) == ""
 
 
-def test_a_script_fails_for_a_kernel_that_breaks_the_clause(tmp_path):
-    case = ("tail", "NaN", "V of the last page's tail")
-    done = _run(scripts.counterexample(TORCH["SDPA math, boolean mask"], Release("2"), "T", case), tmp_path)
+def _experts(x, w1, w2, topk_weights, topk_ids):
+    out = torch.zeros_like(x)
+    for token, expert in (topk_ids >= 0).nonzero().tolist():
+        chosen = topk_ids[token, expert]
+        gate, up = (w1[chosen] @ x[token]).chunk(2)
+        out[token] += topk_weights[token, expert] * (w2[chosen] @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+EXPERTS = Subject("kernel", "experts", _experts, {"experts": 8}, package="torch")
+
+
+def _off_by_a_bit(x):
+    return x * (1 + 2**-22 * (x.abs().max() > 20))
+
+
+@pytest.mark.parametrize(
+    ("subject", "clause", "case", "got"),
+    [
+        (TORCH["SDPA math, boolean mask"], "T", ("tail", "NaN", "V of the last page's tail"), "nan"),
+        (Subject("k", "rows", _off_by_a_bit, {}, package="torch"), "R", ("rows", "noise"), r"-?\d\.\d+"),
+    ],
+)
+def test_a_script_fails_for_a_kernel_that_breaks_the_clause(tmp_path, subject, clause, case, got):
+    text = scripts.counterexample(subject, Release("2"), clause, case)
+    done, again = (_run(text, tmp_path) for _ in range(2))
     assert done.returncode == 1
     assert "AssertionError: expected tensor([" in done.stderr
     # On a GPU device and dtype follow the numbers.
-    assert re.search(r"got tensor\(\[nan, nan, nan, nan\][^\]]*\)$", done.stderr.rstrip())
+    assert re.search(rf"got tensor\(\[ ?{got}(, +{got}){{3}}\][^\]]*\)$", done.stderr.rstrip())
+    assert again.stderr == done.stderr
+
+
+@pytest.mark.parametrize(
+    ("subject", "clause", "shown"),
+    [
+        (
+            OURS["mla_decode"],
+            "B",
+            ["block_table[0, 1] = -1", "block_table[0, 1] = 4", "block_table[0, 1] = 2**24"],
+        ),
+        (EXPERTS, "D", ["([[0, 0]],"]),
+        (EXPERTS, "X", ["([[0, -1]],", "([[0, 8]],"]),
+        (EXPERTS, "R", []),
+    ],
+)
+def test_where_no_probe_is_left_to_name_a_case_each_of_the_clause_is_shown(subject, clause, shown):
+    texts = scripts.counterexamples(subject, Release("1"), clause)
+    assert [part in text for part, text in zip(shown, texts, strict=True)] == [True] * len(shown)
 
 
 @pytest.mark.parametrize("case", CASES["attention"][:-1], ids=lambda case: " ".join(case)[:25])
@@ -126,15 +171,6 @@ def test_rows_past_the_last_cu_seqlens_must_be_zero_or_left(tmp_path, kernel):
     assert ("AssertionError: expected" in done.stderr) == wrong
     # Not what the memory happened to hold.
     assert ("got tensor([nan" in done.stderr) == (kernel is _spare_unwritten)
-
-
-def _experts(x, w1, w2, topk_weights, topk_ids):
-    out = torch.zeros_like(x)
-    for token, expert in (topk_ids >= 0).nonzero().tolist():
-        chosen = topk_ids[token, expert]
-        gate, up = (w1[chosen] @ x[token]).chunk(2)
-        out[token] += topk_weights[token, expert] * (w2[chosen] @ (torch.nn.functional.silu(gate) * up))
-    return out
 
 
 def _experts_of_a_set(x, w1, w2, topk_weights, topk_ids):
@@ -264,6 +300,10 @@ def test_each_script_of_a_users_kernel_was_run_and_runs_from_anywhere(tmp_path, 
         past = {"cpu": "IndexError: index ", "cuda": "AcceleratorError: CUDA error: "}[device]
         expected = past if clause == "B" else "AssertionError: expected "
         assert expected in done.stderr, (clause, done.stderr)
+    # Once mended, it ends quietly.
+    (tmp_path / "mine/my_kernels.py").write_text(USERS.replace("softmax(-1)", "softmax(-1).nan_to_num()"))
+    done = _run(broken["my_decode", "E"].script, tmp_path, str(Path(__file__).parents[2] / "src"))
+    assert (done.returncode, done.stderr) == (0, "")
     error = "IndexError" if device == "cpu" else "AcceleratorError"
     assert f"raises {error}" in broken["my_decode", "B"].note
 
