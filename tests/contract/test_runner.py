@@ -286,8 +286,11 @@ def test_a_script_asks_on_the_device_and_launches_as_the_kernel_is_called(needs,
 
 
 ALONE = """
-import os, sys
+import importlib.machinery, inspect, os, sys
 import extra
+# A folder of these tests, which nobody named.
+assert importlib.machinery.PathFinder.find_spec("warm") is None
+assert "lambda" in inspect.getsource(lambda: 0)
 assert __name__ == "__main__" and os.listdir() == ["counterexample.py"], os.listdir()
 assert "TRITON_INTERPRET" not in os.environ
 assert sys.path[0] == os.path.dirname(extra.__file__)
