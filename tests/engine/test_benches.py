@@ -99,7 +99,7 @@ DIFFER = "live logits: {} differ"
             "128 rows of live logits differ between",
         ),
         # The engine with the plugin ran a kernel that the others did not, or nobody saw what it ran.
-        (COMPILED, compiled(7, 0, WARPS, FOREIGN), NOT_RUN, NOT_RUN, FOREIGN),
+        (COMPILED, compiled(7, 0, WARPS, "a", "b", FOREIGN, LAST), NOT_RUN, NOT_RUN, FOREIGN),
         # One that only the last of the others ran is nobody's own.
         (COMPILED, compiled(7, 0, WARPS, LAST), "wrong", "other bits", DIFFER.format(128)),
         (COMPILED, compiled(7, 0), NOT_RUN, NOT_RUN, "none seen"),
@@ -156,8 +156,8 @@ def spiked(moved: int) -> dict[str, Any]:
     """An engine in which another token in the padding rows changes so many live rows' logits."""
     engine = mla_engine(0)
     plain = [{**one, "largest": {}} for one in engine["rows"]]
-    first, second = plain[0]["sums"]
-    spike = [{**plain[0], "sums": [[-1] * moved + first[moved:], second]}, *plain[1:]]
+    first, second = plain[2]["sums"]
+    spike = [*plain[:2], {**plain[2], "sums": [[-1] * moved + first[moved:], second]}, plain[3]]
     return {**engine, "planted": {"plain": plain, "spike": spike}}
 
 
@@ -187,7 +187,7 @@ def test_live_logits_are_those_of_an_engine_without_padding(monkeypatch, name):
     key = "off/on/off", f"{name}, {mla.WITHOUT}"
     assert asked(mla.BENCH, told, monkeypatch)[key].verdict == "fixed"
     alone["rows"][0]["size"] += 1
-    assert "had padding rows" in asked(mla.BENCH, told, monkeypatch)[key].note
+    assert f"{name}, {mla.WITHOUT}: a round had padding rows" in asked(mla.BENCH, told, monkeypatch)[key].note
 
 
 def test_a_quantizer_that_lets_a_nan_row_change_the_others(monkeypatch):
@@ -199,7 +199,8 @@ def test_a_quantizer_that_lets_a_nan_row_change_the_others(monkeypatch):
     }
     told = {mla.QUANTIZER: {"quantizers": found}}
     said = asked(mla.BENCH, told, monkeypatch)[mla.QUANTIZERS, "3 sound rows, 5 rows of NaN"]
-    assert (said.verdict, said.numbers["leaked"]) == ("leaked", [*found][1:])
+    numbers = {"leaked": [*found][1:], "scale_alone_scale_with_nan_values_changed": found}
+    assert (said.verdict, said.numbers) == ("leaked", numbers)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +377,7 @@ def moved(bad: int = 5, *rounds: int) -> dict[str, Any]:
 
 def test_every_number_of_live_logits_is_of_its_engines():
     usual = {"layers.1.post_attention_layernorm": [4.0, 5.0]}
-    off, on, again = moved(5), moved(0, 0, 3), moved(5, 3)
+    off, on, again = moved(5), moved(0, 2, 3), moved(5, 3)
     engines = ended(three(MLA, off, on, again))
     largest = {"3 of 8": usual, "8 of 8": usual}
     said = mla.live_logits(MLA, engines)
@@ -386,7 +387,7 @@ def test_every_number_of_live_logits_is_of_its_engines():
         off_against_on={**ONE, "of": 128},
         off_against_off={**ONE, "of": 128},
         without_padding={**SAME, "of": 16},
-        by_round={"3 of 8": {**SAME, "of": 6}, "8 of 8": {**SAME, "of": 16}, "50 of 64": {**ONE, "of": 100}},
+        by_round={"3 of 8": {**ONE, "of": 6}, "8 of 8": {**SAME, "of": 16}, "50 of 64": {**ONE, "of": 100}},
         largest_of_live_and_padding_rows={
             "off": {**largest, "50 of 64": {"layers.3": [6.0, 0.0]}},
             "on": {**largest, "50 of 64": {"layers.3": [1.0, 0.0]}},
@@ -397,7 +398,7 @@ def test_every_number_of_live_logits_is_of_its_engines():
     off["rows"][1]["tokens"] = [[7, 7]] * 8
     again["rows"][3] = off["rows"][3]
     assert mla.live_logits(MLA, engines).verdict == "padding reaches live rows"
-    on["rows"][0] = off["rows"][0]
+    on["rows"][2] = off["rows"][2]
     on["rows"][3] = off["rows"][3]
     assert mla.live_logits(MLA, engines).verdict == "same bits"
 
@@ -430,13 +431,15 @@ def test_what_another_round_of_an_engine_changes():
 
 @pytest.mark.parametrize(("changed", "said"), [(0, "same bits"), (2, "padding reaches live rows")])
 def test_every_number_of_another_padding_and_of_none(changed, said):
-    engine = spiked(changed)
+    engine = spiked(changed) | {"control": [7, 8]}
     for number, one in enumerate(engine["planted"]["spike"]):
-        one["largest"] = {"layers.1": [4.0, float(number)]}
+        engine["planted"]["spike"][number] = {**one, "largest": {"layers.1": [4.0, float(number)]}}
     # The rounds of three have one name: the later one counts.
     by_round = {"3 of 8": 6, "8 of 8": 16, "50 of 64": 100}
-    same = {name: {**SAME, "of": of} for name, of in by_round.items()}
-    control = "another first token changes 8 of 8 steps"
+    same = {name: {**SAME, "of": of} for name, of in by_round.items()} | {
+        "3 of 8": {"logits": changed, "tokens": 0, "of": 6}
+    }
+    control = "another first token changes 7 of 8 steps"
     name = mla.FP8
     assert mla.other_padding(name, ended({f"{name}, on": engine}), "on") == reading(
         said,
