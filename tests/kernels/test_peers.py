@@ -86,8 +86,11 @@ def test_a_peer_is_told_how_many_tokens_a_table_has_room_for():
         return lambda: out
 
     q, kv_cache, block_table, seq_lens = call()
-    adapters.peer("any", None, adapter)(q, kv_cache, block_table, seq_lens, softmax_scale=0.1)
+    out = q.new_empty(3 * 16 * 512)
+    peer = adapters.peer("any", None, adapter)
+    found, lse = peer(q[:, None], kv_cache, block_table, seq_lens, softmax_scale=0.1, out=out)
     assert asked == [128]
+    assert (found.shape, found.data_ptr(), lse) == ((3, 16, 512), out.data_ptr(), None)
 
 
 def test_an_absent_peer_says_why_and_refuses():
