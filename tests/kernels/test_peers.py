@@ -81,15 +81,15 @@ def test_a_wheel_without_fa3s_library_is_named(monkeypatch):
 def test_a_peer_is_told_how_many_tokens_a_table_has_room_for():
     asked = []
 
-    def adapter(q, out, max_seq_len):
-        asked.append(max_seq_len)
+    def adapter(q, out, max_seq_len, num_kv_splits):
+        asked.append((max_seq_len, num_kv_splits))
         return lambda: out
 
     q, kv_cache, block_table, seq_lens = call()
     out = q.new_empty(3 * 16 * 512)
-    peer = adapters.peer("any", None, adapter)
+    peer = replace(adapters.peer("any", None, adapter), num_kv_splits=3)
     found, lse = peer(q[:, None], kv_cache, block_table, seq_lens, softmax_scale=0.1, out=out)
-    assert asked == [128]
+    assert asked == [(128, 3)]
     assert (found.shape, found.data_ptr(), lse) == ((3, 16, 512), out.data_ptr(), None)
 
 
