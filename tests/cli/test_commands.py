@@ -28,7 +28,7 @@ from staleproof.cases.case import Scene, each
 from staleproof.cases.finding import Finding, read_findings, write_findings
 from staleproof.cases.run import Table
 from staleproof.cli import app as cli
-from staleproof.cli import common
+from staleproof.cli import common, incidents
 from staleproof.kernels import moe_module
 from staleproof.report import terminal
 
@@ -125,6 +125,10 @@ def test_an_interrupted_run_keeps_its_earlier_answers_to_what_was_not_asked_agai
     incident(clean, interrupted)
     assert cli.main(["run"]) == 130
     assert [f.variant for f in read_findings(kept)] == ["ours", "broken"]
+    # One that came to its end replaces all of them.
+    incident(clean)
+    assert cli.main(["run"]) == 0
+    assert [f.variant for f in read_findings(kept)] == ["ours"]
 
 
 def test_a_kept_file_that_cannot_be_read_ends_the_run_before_it_begins(kept, incident, capsys):
@@ -138,7 +142,8 @@ def test_a_kept_file_that_cannot_be_read_ends_the_run_before_it_begins(kept, inc
 
 
 @pytest.mark.parametrize("name", ["fake", "1"])
-def test_run_takes_a_name_or_a_number_and_asks_once(root, incident, name):
+def test_run_takes_a_name_or_a_number_and_asks_once_in_the_order_given(root, incident, name):
+    assert incidents._chosen(["3", "1", "3"]) == ["moe_routing", "mla_padding"]
     asked = incident(clean)
     assert cli.main(["run", name, "fake"]) == 0
     assert len(asked) == 1
@@ -148,7 +153,7 @@ def test_run_takes_a_name_or_a_number_and_asks_once(root, incident, name):
     ("found", "spoilt", "stopped", "code"),
     [
         ([clean, absent], [], [], 0),
-        ([clean, wrong], ["a run"], [], 1),
+        ([wrong, clean, wrong], ["a run"], [], 1),
         ([clean], ["a run"], ["a notebook"], 1),
         ([], [], ["a notebook"], 1),
         ([clean], ["a run"], [], 2),
@@ -159,7 +164,7 @@ def test_a_command_ends_with_2_only_where_all_that_is_wrong_is_a_recorded_run(
 ):
     with pytest.raises(typer.Exit) if code else nullcontext() as ended:
         common.finish([make() for make in found], spoilt, stopped)
-    unexpected = ["1 verdicts are not as expected"] * (wrong in found)
+    unexpected = ["2 verdicts are not as expected"] * (wrong in found)
     lines = [f"staleproof: {line}" for line in (*stopped, *unexpected, *spoilt)]
     assert capsys.readouterr().err.splitlines() == lines
     assert ended is None or ended.value.exit_code == code
@@ -239,8 +244,12 @@ def test_a_full_disk_loses_no_verdict_on_the_screen(kept, incident, capsys, monk
     captured = capsys.readouterr()
     assert "  fixed    ours" in captured.out
     said = one_line(captured.err)
-    assert said == f"staleproof: 2 findings are not kept: {kept}: cannot be written: No space left on device"
+    why = f"findings are not kept: {kept}: cannot be written: No space left on device"
+    assert said == f"staleproof: 2 {why}"
     assert kept.read_bytes() == before
+    incident(leaked, interrupted)
+    assert cli.main(["run"]) == 130
+    assert capsys.readouterr().err.splitlines() == [f"staleproof: 1 {why}", "staleproof: interrupted"]
 
 
 def test_two_runs_in_one_checkout_keep_the_findings_of_both(kept, incident):
@@ -256,18 +265,16 @@ def test_two_runs_in_one_checkout_keep_the_findings_of_both(kept, incident):
     assert [f.incident for f in read_findings(kept)] == ["fake", "fake", "kv_reuse"]
 
 
-def test_one_run_waits_while_another_writes(tmp_path):
-    path = tmp_path / "f"
+def test_one_run_waits_while_another_writes(tmp_path, monkeypatch):
+    path, read = tmp_path / "f", store.read_kept
 
-    def write(_: int) -> None:
-        with common._locked(path):
-            before = path.read_text() if path.exists() else ""
-            time.sleep(0.1)
-            path.write_text(before + "x")
+    def write(variant: str) -> str | None:
+        return common._keep(path, [finding("kv_reuse", "q", variant, "clean")], [])
 
+    monkeypatch.setattr(store, "read_kept", lambda path: (read(path), time.sleep(0.1))[0])
     with ThreadPoolExecutor(3) as pool:
-        assert [*pool.map(write, range(3))] == [None] * 3
-    assert path.read_text() == "xxx"
+        assert [*pool.map(write, "abc")] == [None] * 3
+    assert {found.variant for found in read_findings(path)} == {*"abc"}
 
 
 def test_ctrl_c_before_the_first_finding_keeps_the_earlier_file(kept, incident, capsys):
@@ -441,7 +448,7 @@ def test_a_report_that_runs_everything_names_the_notebooks_while_it_waits_for_th
 
     @contextmanager
     def beside(sources, folder, lanes):
-        asked.append(lanes)
+        asked.extend((folder, lanes))
         yield lambda: said.append("done") or []
 
     monkeypatch.setattr("staleproof.report.notebooks.beside", beside)
@@ -451,7 +458,7 @@ def test_a_report_that_runs_everything_names_the_notebooks_while_it_waits_for_th
     monkeypatch.setattr(terminal, "progress", lambda: nullcontext(said.append))
     assert cli.main(["report", "--execute", "--device", device]) == code
     assert said[-2:] == ["the notebooks", "done"]
-    assert asked == [f"lanes of {device}", device]
+    assert asked == [root / "workbook/_build/notebooks", f"lanes of {device}", device]
     assert capsys.readouterr().out.splitlines()[-1].startswith("report: ")
     # Later its findings are recorded ones, and the page says of which source in either case.
     assert cli.main(["report"]) == 0

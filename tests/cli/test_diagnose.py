@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,13 @@ def test_a_log_of_one_line_that_names_the_model_and_one_with_a_broken_character_
     assert diagnose(capsys, str(path)) == diagnose(capsys, str(OOM))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes()), "utf-8"))
     assert diagnose(capsys, "-") == diagnose(capsys, str(OOM))
+
+
+def test_what_fits_and_the_names_of_the_lines_are_bold(capsys, monkeypatch):
+    monkeypatch.setattr(typer, "style", lambda text, bold: f"<{text}>")
+    bold = re.findall("<(.*?)>", diagnose(capsys, str(OOM)))
+    assert bold == ["known: ", "fits: ", "   do now", "   confirm", "   patch", "   read"]
+    assert "<1. fits: decode_buffer (decode_buffer)>\n" in diagnose(capsys, "-v", str(OOM))
 
 
 def test_an_option_overrides_the_log(capsys):
@@ -133,7 +141,7 @@ def test_questions_are_asked_of_a_person_and_a_bad_answer_is_asked_again(capsys,
     monkeypatch.setattr(typer, "prompt", prompt)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     text = diagnose(capsys)
-    assert "symptom: expected one of" in text
+    assert re.search("symptom: expected one of .*; Enter if you do not know\n", text)
     first = "What do you see"
     assert [line.split("?")[0] for line in asked] == [first, first, "Which vLLM release", "Which model"]
     assert "fits as far as known: undrained_ids." in text
@@ -143,8 +151,8 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path):
     assert "symptom: expected one of" in refused(capsys, "--symptom", "slow")
     assert "version: vLLM 9.9" in refused(capsys, "--version", "9.9")
     assert "No such file" in refused(capsys, "--log", str(tmp_path / "absent.log"))
-    assert "Is a directory" in refused(capsys, str(tmp_path))
-    (tmp_path / "empty.log").touch()
+    assert f"{tmp_path}: Is a directory" in refused(capsys, str(tmp_path))
+    (tmp_path / "empty.log").write_text(" \n")
     assert "nothing in it" in refused(capsys, str(tmp_path / "empty.log"))
     (tmp_path / "binary.log").write_bytes(b"\0\1\2")
     assert "a binary file" in refused(capsys, str(tmp_path / "binary.log"))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from fakes import clean, one_line
 
 from staleproof import device
 from staleproof.cli import app as cli
+from staleproof.cli import common
 from staleproof.vllm import sources
 
 
@@ -98,11 +101,13 @@ def test_an_argument_that_nobody_gave_is_not_named(root, incident, capsys, comma
     assert re.match(r"staleproof: /.*\.jsonl: cannot be written: it is a folder", said), said
 
 
-def test_a_missing_extra_is_one_line_that_says_how_to_install_it(root, capsys, monkeypatch):
-    monkeypatch.setattr(device, "WORKBOOK", ("sys", "no_such_package"))
-    assert cli.main(["report"]) == 2
+@pytest.mark.parametrize(("command", "missing"), [("report", "nbformat"), ("lab", "jupyterlab")])
+def test_a_missing_extra_is_one_line_that_says_how_to_install_it(root, capsys, monkeypatch, command, missing):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else name)
+    monkeypatch.setattr("os.execv", pytest.fail)
+    assert cli.main([command]) == 2
     said = one_line(capsys.readouterr().err)
-    assert said == 'staleproof: not installed: no_such_package; run: pip install -e ".[workbook]"'
+    assert said == f'staleproof: not installed: {missing}; run: pip install -e ".[workbook]"'
 
 
 @pytest.mark.parametrize(("given", "code"), [(3, 3), (0, 0), ("a text", 1), (None, 1)])
@@ -114,6 +119,13 @@ def test_what_ends_the_process_from_inside_a_command_is_no_success_unless_it_say
 
     monkeypatch.setattr(cli, "app", leave)
     assert cli.main(["run"]) == code
+
+
+@pytest.mark.parametrize(("ended", "code"), [(KeyboardInterrupt(), 130), (common.Ended(signal.SIGTERM), 143)])
+def test_a_command_that_keeps_nothing_is_interrupted_in_one_line(monkeypatch, capsys, ended, code):
+    monkeypatch.setattr(device, "select", Mock(side_effect=ended))
+    assert cli.main(["doctor"]) == code
+    assert one_line(capsys.readouterr().err) == "staleproof: interrupted"
 
 
 def test_a_group_without_a_command_prints_its_help_alone(capsys):

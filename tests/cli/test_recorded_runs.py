@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_run_shows_recorded_runs_beside_and_marks_moved_source(root, incident, c
     assert "1 match, 0 mismatch, 1 only in the first, 1 only in the second" in out
     monkeypatch.setattr("staleproof.cases.finding.source_digest", lambda incident: "another")
     assert cli.main(["list"]) == 0
-    assert "source changed since: fake" in capsys.readouterr().out
+    assert re.search("^recorded  a-gpu: .*source changed since: fake$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_record_on_a_cpu_writes_findings_and_no_timing(root, incident, capsys, monkeypatch):
@@ -108,13 +109,18 @@ def test_a_wrong_result_of_ours_is_1_and_records_nothing(root, incident, capsys,
 
 
 def test_record_on_a_gpu_keeps_every_row_but_a_peers_wrong_one(root, incident, capsys, monkeypatch, tmp_path):
-    incident(leaked)
+    incident(leaked, clean)
     path = root / "benchmarks/clear.py"
     path.write_text(BENCHMARK.format(providers=["wrong peer", "right"], row=MEASUREMENT))
     monkeypatch.setattr(device, "select", lambda *_: "cuda")
     assert cli.main(["record", "--out", str(tmp_path / "out")]) == 0
-    assert "wrong peer: refused, row 3 is stale" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "wrong peer: refused, row 3 is stale" in said
     (run,) = store.read_all(tmp_path / "out")
+    assert said.splitlines()[-2:] == [
+        "clear, right, graph, live 1: 2 us (p20 1.9, p80 2.2)",
+        f"recorded: {run.folder} (2 findings, 1 measurements)",
+    ]
     stamp = {"provider": "right", "benchmark": "clear", "source_digest": file_digest(path)}
     assert run.measurements == [MEASUREMENT | stamp]
     assert run.title.endswith("same source")

@@ -340,6 +340,7 @@ def test_report_execute_exits_1_where_a_notebook_stops_and_still_writes(root, ca
     write(root / "notebooks/00_good.ipynb", v4.new_code_cell("print('went', 'well')"))
     write(root / "notebooks/01_bad.ipynb", v4.new_code_cell("assert 0, 'no verdict'"))
     answer = found("q", "v", "clean", "clean")
+    (run,) = recorded(root, answer)
     monkeypatch.setattr("staleproof.cli.common.put_questions", lambda *_: (one for one in (answer,)))
     assert cli.main(["report", "--execute"]) == 1
     captured = capsys.readouterr()
@@ -347,7 +348,7 @@ def test_report_execute_exits_1_where_a_notebook_stops_and_still_writes(root, ca
     for name in INCIDENTS:
         assert f"{name}: 1 as expected, 0 not as expected, 0 not run\n" in captured.out
     assert "mla_padding, q, v" not in captured.out
+    assert f"RECORDED  {run.machine}, " in captured.out
     assert "01_bad.ipynb: code cell 1 raised AssertionError: no verdict" in captured.err
     text = (root / "workbook/_build/index.html").read_text()
-    assert "went well" in text
-    assert "This notebook stopped" in text
+    assert text.index("went well") < text.index("This notebook stopped")

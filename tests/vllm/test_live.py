@@ -100,13 +100,20 @@ def test_the_truth_is_that_of_all_processes(here, capsys, monkeypatch):
 @pytest.mark.parametrize("answer", ['{"status": "ok"}', "[1]", "3", "not JSON", ""])
 def test_a_server_that_knows_nothing_of_staleproof_is_bad_input(capsys, monkeypatch, answer):
     asked = []
-    monkeypatch.setattr(
-        "urllib.request.urlopen", lambda url, timeout: asked.append(url) or io.BytesIO(answer.encode())
-    )
-    assert cli.main(["patches", "--live", "somewhere:9464"]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("staleproof: --live: http://somewhere:9464/health says nothing of staleproof (")
-    assert asked == ["http://somewhere:9464/health"]
+
+    def urlopen(url, timeout):
+        # Nor is one waited for that never answers.
+        asked.append((url, timeout < 60))
+        return io.BytesIO(answer.encode())
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    for server in ("somewhere:9464", "http://somewhere:9464"):
+        assert cli.main(["patches", "--live", server]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(
+            "staleproof: --live: http://somewhere:9464/health says nothing of staleproof ("
+        )
+        assert asked.pop() == ("http://somewhere:9464/health", True)
 
 
 @pytest.mark.parametrize(
