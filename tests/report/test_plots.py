@@ -48,15 +48,17 @@ def test_axes_of_cells_have_neither_ticks_nor_a_frame_and_others_two_sides():
 
 
 def test_each_cell_shows_its_state():
-    fig = _verdicts()
+    states = [*plots.STATES]
+    count = len(states)
+    fig = plots.grid([states, states[::-1]], rows=["a", "b"], columns=["1"] * count)
     cells = _cells(fig)
-    assert len(cells) == 8
+    assert len(cells) == 2 * count
     (mesh,) = fig.axes[0].collections
-    drawn_words(fig)
-    faces = mesh.get_facecolor().reshape(2, 4, 4)
-    for column, state in enumerate(VERDICTS):
+    fig.draw_without_rendering()
+    faces = mesh.get_facecolor().reshape(2, count, 4)
+    for column, state in enumerate(states):
         colour, strength, hatch = plots.STATES[state]
-        for place in ((0, column), (1, 3 - column)):
+        for place in ((0, column), (1, count - 1 - column)):
             assert tuple(faces[place]) == to_rgba(colour, strength)
             assert (cells[place].get_hatch() or "") == hatch
             assert cells[place].get_edgecolor() == to_rgba(colour)
@@ -99,6 +101,10 @@ def test_no_word_is_cut_off(columns):
     fig = plots.grid([["clean", "leaked"], ["pad_only", "live_born"]], rows=rows, columns=columns)
     words = drawn_words(fig)
     assert {*rows, *columns, *VERDICTS} <= {*texts(words)}
+    # A word that is wider than its column is slanted, and begins there.
+    label = fig.axes[0].get_xticklabels()[1]
+    slanted = (35, "left") if len(columns[1]) > 1 else (0, "center")
+    assert (label.get_rotation(), label.get_ha()) == slanted
     assert {to_hex(word.get_color()) for word in words} == {INK}
 
 
@@ -110,6 +116,7 @@ def test_stages_draws_the_rows_and_the_line_below_the_live_ones():
     assert hatches == [["", "xxx"], ["///", "///"], ["///", ""]]
     (line,) = fig.axes[0].lines
     assert list(line.get_ydata()) == [1, 1]
+    assert line.get_xdata()[0] <= 0 < 2 <= line.get_xdata()[1]
     labels = texts(fig.axes[0].get_yticklabels())
     assert labels == ["row 0", "padding 1", "padding 2"]
 
@@ -165,6 +172,8 @@ def test_no_curve_of_uptime_is_hidden_behind_another():
     assert first.get_linewidth() > second.get_linewidth()
     assert first.get_markersize() > second.get_markersize()
     assert first.get_marker() != second.get_marker()
+    many = plots.uptime({str(n): [n / 8] for n in range(9)}, steps=10).axes[0].lines
+    assert (len(many), min(line.get_linewidth() for line in many)) == (9, 1)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +194,9 @@ def test_what_cannot_be_drawn_is_refused(draw, given, message):
 
 
 def test_the_same_picture_has_the_same_bytes_and_no_date():
-    one, two = plots.svg(_verdicts()).data, plots.svg(_verdicts()).data
-    assert one == two
+    fig = _verdicts()
+    one, two = plots.svg(fig).data, plots.svg(fig).data
+    assert one == two == plots.svg(_verdicts()).data
     assert "date" not in one
     assert "matplotlib" not in one.split("</metadata>")[0]
     # Words are stored as words, and the page shows through.

@@ -152,6 +152,9 @@ def test_the_picture_has_a_lane_for_each_incident_and_a_stem_below_each_label(tm
     assert list(ax.get_yticks()) == pytest.approx(middles)
     assert ax.get_ylim() == pytest.approx((feet[-1], 0))
     first, last = (date2num(datetime.date(2026, month, day)) for month, day in ((3, 18), (4, 1)))
+    # A tick a month, and room before the first dot and behind the last label.
+    assert [x for x in ax.get_xticks() if first <= x < last + 31] == [last, last + 30]
+    assert ax.get_xlim()[0] < first - 1 < last + 31 < ax.get_xlim()[1]
     dots = [line for line in ax.lines if line.get_marker() == "o"]
     places = [(line.get_xdata()[0], line.get_ydata()[0]) for line in dots]
     assert places == [*[(first, lanes[0])] * 3, (last, lanes[1])]
