@@ -52,7 +52,8 @@ def write(path: Path, *cells: nbformat.NotebookNode) -> Path:
 def drawing(printed: str = "", **about: str) -> nbformat.NotebookNode:
     """A cell that shows a picture, and prints."""
     outputs = [v4.new_output("stream", text=printed)] if printed else []
-    shown = v4.new_output("display_data", {"image/svg+xml": "<svg><path d='M 0 0'/></svg>"})
+    data = {"image/png": "AAAA", "image/svg+xml": "<svg><path d='M 0 0'/></svg>"}
+    shown = v4.new_output("display_data", data)
     shown.metadata = {"image/svg+xml": about} if about else {}
     return v4.new_code_cell("draw()", outputs=[*outputs, shown])
 

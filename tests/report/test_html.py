@@ -48,8 +48,9 @@ def test_the_page_loads_nothing_and_every_link_is_alive(root):
     (root / "workbook/glossary.md").write_text('# Words\n\n<a id="live-row"></a>\n**live row** - A *row*.\n')
     text = (
         "# First\n\n[next](01_next.ipynb), [up](https://a.test), "
-        "[row](../workbook/glossary.md#live-row), [fix](00_first.ipynb#The-fix)"
+        "[row](../workbook/glossary.md#live-row), [fix](00_first.ipynb#The-fix), [book](../workbook/index.md)"
     )
+    (root / "workbook/index.md").write_text("# The index\n")
     shown = v4.new_output("display_data", {"application/javascript": "alert(1)", "text/plain": "said"})
     one = write(
         root / "notebooks/00_first.ipynb",
@@ -67,6 +68,8 @@ def test_the_page_loads_nothing_and_every_link_is_alive(root):
     assert [to for to in re.findall(r'href="#([^"]+)"', made) if anchors.count(to) != 1] == []
     assert 'href="https://a.test"' in made
     assert '<a href="#00_first-the-fix">fix</a>' in made
+    # The page is the index of the book.
+    assert ('<a href="#incidents">book</a>' in made, "The index" in made) == (True, False)
     # A file that the page does not hold is named, a word of the glossary says what it means.
     assert "<p>next, <a" in made
     assert '<a class="term" href="#live-row" title="A row.">row</a>' in made
@@ -92,7 +95,9 @@ def test_a_verdict_has_the_colour_of_its_outcome_and_a_mark_if_it_was_not_expect
 
 
 def test_differences_come_first_and_an_unexpected_verdict_is_not_hidden_by_a_good_one(root):
-    runs = recorded(root, found("q", "same", "clean"), found("q", "differs", "clean"))
+    # What was not asked here differs from no answer.
+    there = found("q", "same", "clean"), found("q", "differs", "clean"), found("d", "t", "clean")
+    runs = recorded(root, *there)
     bad, good = (found("q", "bad", verdict, "clean") for verdict in ("leaked", "clean"))
     late = [replace(one, variant="late") for one in (good, bad)]
     same, differs = found("q", "same", "clean"), found("q", "differs", "leaked")
@@ -123,10 +128,13 @@ def test_a_card_shows_its_proof_what_to_do_and_the_grade(root):
         drawing("Picture, RECORDED, us\nrow\n", alt="what it shows", caption="RECORDED, us"),
     )
     fixes = fix("one"), fix("two"), fix("bad", on="leaked"), fix("large", wrong="rows are too large")
-    made = page(*fixes, notebooks=[one])
+    # Alike but for its grade, which has a row of its own.
+    made = page(*fixes, replace(fix("run"), grade="real", of="torch"), notebooks=[one])
     card = made[made.index('id="mla_padding"') : made.index('id="decode_buffer"')]
     rows = re.findall(r"<tr><th scope=\"row\">(.*?)</th>(.*?)</tr>", card)
-    assert [name for name, _ in rows] == ["one, two", "bad", "large"]
+    assert [name for name, _ in rows] == ["one, two", "bad", "large", "run"]
+    assert '<a href="#01_mla_padding-first-bad-stage">First bad stage</a>' in card
+    assert "zeroing the buffer once does not." in card
     assert rows[0][1].startswith(
         '<td class="bad">leaked</td><td class="good">clean</td><td class="bad">leaked</td>'
     )
@@ -199,10 +207,15 @@ def test_the_guided_figure_shows_what_a_captured_step_shows(remedy, at, device):
 def test_when_and_where_the_page_was_made(root):
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     assert f" Made {today}.</p>" in page()
+    assert "<p>kv_reuse: an &lt;older&gt; source</p>" in html.page(
+        [], [], [], ["kv_reuse: an <older> source"]
+    )
     here, there = (
         replace(found("q", "v", "clean"), machine={"name": n}, date=n[:4]) for n in ("2026 b", "2025 a")
     )
-    assert html._about([here, there, here]) == f"Made {today} on 2025 a, 2026 b; verdicts of 2025, 2026."
+    told = [here, there, replace(there, machine={}), here]
+    said = f"Made {today} on 2025 a, 2026 b, unknown machine; verdicts of 2025, 2026."
+    assert html._about(told) == said
 
 
 def test_the_timeline_is_a_picture_of_the_page_if_the_book_has_one(root, monkeypatch):
@@ -246,7 +259,7 @@ def test_a_notebook_is_read_into_sections(tmp_path):
         v4.new_code_cell(""),
         v4.new_markdown_cell("# The *title*\nlead\n## 1 · First `part`\nbody\n### deep\n## Second"),
         v4.new_code_cell("x", outputs=[both, failed, v4.new_output("stream", text=" \n")]),
-        drawing("Picture, here\nsaid\n\n"),
+        drawing("Picture, here\n\x1b[1msaid\x1b[0m\n\n"),
     )
     made = html.chapter(Execution(path, "stopped"))
     assert (made.stem, made.title, made.error) == ("07_x", "The title", "stopped")
@@ -269,8 +282,11 @@ def test_a_notebook_is_read_into_sections(tmp_path):
         ),
         ("printed", "said\n"),
     ]
-    # Without an alt text it is that of its section.
+    # Without an alt text it is that of its section, or of the notebook.
     assert (kind, picture.alt, picture.caption) == ("picture", "Second", "")
+    assert picture.uri.startswith("data:image/svg+xml")
+    lead = html.chapter(Execution(write(tmp_path / "08_y.ipynb", drawing()))).sections[0]
+    assert lead.parts[1][1].alt == "08_y"
     assert (made.section("first"), made.section("title")) == (first, None)
 
 
