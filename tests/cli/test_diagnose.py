@@ -90,6 +90,7 @@ def test_what_options_and_answers_say_of_the_backend_says_something_of_the_model
 def test_words_are_read_with_the_symptom_and_an_option_overrides_them(capsys):
     text = diagnose(capsys, "--symptom", "NaN from DeepSeek with CUDA graphs on 0.20")
     assert "version 0.20.2 (your words)" in " ".join(text.split())
+    assert "model mla moe no hybrid (DeepSeek, taken for V2, V3 or R1)" in " ".join(text.split())
     # 0.20.2 does not have the buffer of incident 2, and no row of it is named.
     assert "decode_buffer" not in text
     assert "version 0.18.1 (--version)" in diagnose(capsys, "--symptom", "NaN on 0.20", "--version", "0.18.1")

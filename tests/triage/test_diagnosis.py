@@ -96,6 +96,7 @@ def test_a_log_leads_to_its_row_or_says_what_else_it_looks_like(name):
         # It comes with its line.
         like = f"nothing here fits; this looks like {known.looks_like} ({known.origin['symptom']})."
         assert (like if says else answer.NOTHING) in text
+        assert text.endswith("-v says what speaks against each.") is not verbose
     assert json.loads(answer.as_json(known, found))["looks_like"] == (known.looks_like or None)
 
 
@@ -240,6 +241,9 @@ def test_models_by_name(name, there):
     [
         ("Qwen/Qwen3.5-27B", {"hybrid": True}),
         ("LFM2ForCausalLM", {"hybrid": True}),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", {}),
+        ("meta-llama/Llama", {"mla": False, "moe": False, "hybrid": False}),
+        ("Phi3ForCausalLM", {"mla": False, "moe": False, "hybrid": False}),
         ("DeepseekV4ForCausalLM", {"moe": True}),
     ],
 )
@@ -421,6 +425,12 @@ def test_what_is_said_of_a_model_later_leaves_what_it_does_not_speak_of():
     assert (known.traits, known.origin["model"]) == ({"mla": True, "moe": True, "hybrid": True}, "you")
 
 
+def test_whether_a_patch_is_needed_depends_on_the_release_if_nobody_said_which():
+    known = of(symptom="oom")
+    text = answer.as_text(known, judge.judge_all(known), verbose=True)
+    assert "   patch     decode_buffer: depends on the release (give --version)\n" in text
+
+
 def test_text_for_no_terminal_is_one_line():
     assert wrapped("a b " * 50, None, "x  ", "   ") == ["x  " + "a b " * 50]
     assert wrapped("", 9, "x  ") == ["x  "]
@@ -442,6 +452,10 @@ def test_a_row_of_two_patches_stands_while_one_of_them_is_missing():
     line = "staleproof on vLLM 0.18.1, this process: in place: topk_nan, duplicate_experts"
     known.in_place = logs.read(line).in_place
     assert "repeated_experts" not in standing(known)
+    # This release needs one of two.
+    known = of(symptom="drift", version="0.20.2", model="Kimi-Linear")
+    known.in_place = ("mla_recording",)
+    assert "mla_blocks" not in standing(known)
 
 
 # Fact -> its word -> how people, vLLM and drivers write it; with commas between them.
@@ -512,6 +526,7 @@ SENTENCES = {
         {"mla", "moe"},
     ),
     "OOM on Llama-3.1, torch 2.11.0": ({"symptom": "oom"}, set()),
+    "NaN with CUTLASS MLA": ({"symptom": "nan", "backend": "cutlass_mla"}, {"mla"}),
     "NaN on 0.22.1 beside FlashInfer 0.6.18": ({"symptom": "nan", "version": "0.22.1"}, set()),
     "crash with FlashInfer CUTLASS MoE, vllm==0.20.2, EP and data parallel, no eager": (
         {"symptom": "crash", "version": "0.20.2", "moe_backend": "flashinfer_cutlass", "parallel": "dp+ep"},
@@ -575,6 +590,6 @@ def test_lines_fit_the_terminal(name, width, verbose):
 
 def test_questions_end_where_no_answer_would_change_anything():
     known = of(symptom="leak", version="0.22.1")
-    assert judge.next_question(known, ["symptom", "version"]) == "model"
+    assert judge.next_question(known, []) == "model"
     known.learn("model", "Llama", "you")
     assert judge.next_question(known, ["symptom", "version", "model"]) is None
