@@ -15,6 +15,8 @@ def test_the_first_bad_stage_and_the_first_crossing(device):
     fixed = stage_picture("clear_empty_rows", device)
     assert not any(map(any, fixed.cells))
     assert fixed.first_crossing is None
+    padded = fixed._replace(cells=[[0], [1]])
+    assert [one.verdict for one in (picture, fixed, padded)] == ["leaked", "clean", "pad_only"]
 
 
 def test_a_buffer_zeroed_once_is_zero_only_until_a_row_was_used(device):

@@ -9,6 +9,7 @@ from staleproof.evidence import Verdict, plant
 from staleproof.incidents.mla_padding import broken, remedies
 from staleproof.incidents.mla_padding.remedies import null_block, three_d_buffer
 from staleproof.incidents.mla_padding.setups import ClearEmptyRows
+from staleproof.ops.mla.decode import mla_decode
 
 
 def test_a_remedy_that_clears_is_clean_over_nan(device, monkeypatch):
@@ -32,6 +33,8 @@ def test_what_a_null_block_is_filled_with():
 def test_rows_past_a_buffer_are_counted_and_a_refusal_after_the_write_is_told_apart(device):
     found = three_d_buffer((broken.empty_row_not_written, 4, ""), device)
     assert found.numbers["rows_past_the_end"] == 3 * found.numbers["rows"]
+
+    assert three_d_buffer((mla_decode, 4, ""), device).note.startswith("out: expected ")
 
     def too_late(q, *args, softmax_scale, out, behind=False):
         (out._base[-1:] if behind else out).zero_()

@@ -61,8 +61,9 @@ def test_run_restores_the_memory_it_filled(device):
 
 def test_a_sick_request_is_live_born_and_healed_by_the_next_batch(device):
     engine = make(device)
-    engine.set_batch(Batch(4, poisoned_row=2))
-    assert engine.verdict() == Verdict.LIVE_BORN
+    for spread in (False, True):
+        engine.set_batch(Batch(4, poisoned_row=2, spread=spread))
+        assert engine.verdict() == Verdict.LIVE_BORN
     engine.set_batch(Batch(4))
     assert engine.verdict() == Verdict.CLEAN
 
@@ -72,12 +73,13 @@ def test_a_sick_request_is_live_born_and_healed_by_the_next_batch(device):
     [
         (Batch(0), "batch.live: expected 1 to 8, got 0"),
         (Batch(9), "batch.live: expected 1 to 8, got 9"),
-        (Batch(2, seq_len=10**6), "batch.seq_len: expected"),
+        (Batch(2, seq_len=17), "batch.seq_len: expected 2 to 16, got 17"),
+        (Batch(2, seq_len=1), "batch.seq_len: expected 2 to 16, got 1"),
         (Batch(2, poisoned_row=2), "batch.poisoned_row: expected a live row, 0 to 1, got 2"),
     ],
 )
 def test_bad_batches_change_nothing(device, batch, message):
-    engine = make(device)
+    engine = make(device, q_len=2, context=16)
     engine.set_batch(Batch(3))
     before = engine.seq_lens.clone(), engine.block_table.clone()
     with pytest.raises(ValueError, match=message):
