@@ -185,6 +185,7 @@ def test_no_curve_of_uptime_is_hidden_behind_another():
         (_routing, [[False]], r"holes: expected rows of \[2\] slots, got \[1\]"),
         (_uptime, {}, "curves: expected at least one, got 0"),
         (_uptime, {"off": []}, r"curves\['off'\]: expected at least one window, got 0"),
+        (_uptime, {"off": [-0.5]}, r"curves\['off'\]: expected shares from 0 to 1, got \[-0.5\]"),
         (_uptime, {"off": [0.5, 1.5]}, r"curves\['off'\]: expected shares from 0 to 1, got \[0.5, 1.5\]"),
     ],
 )
@@ -223,6 +224,15 @@ def test_a_caption_is_printed_with_its_provenance(capsys, monkeypatch):
         "Picture, RECORDED X, 2026-11-20: one square is a verdict",
     ]
     assert shown[0].metadata == {"alt": "Four verdicts.", "caption": f"{word}: one square is a verdict"}
+
+
+def test_a_turned_step_is_its_verdict_and_a_picture_that_says_it_too(monkeypatch):
+    shown: list[Any] = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    plots.turned_step(StagePicture(["0.attention"], [[0], [1]], 1, None))
+    badge, drawn = shown
+    assert badge.text.startswith("pad_only: ")
+    assert drawn.metadata == {"alt": badge.text}
 
 
 @pytest.mark.parametrize(("alt", "caption", "name"), [("", "b", "alt"), ("a", " ", "caption")])
