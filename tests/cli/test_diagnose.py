@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import typer
 
@@ -173,6 +174,13 @@ def test_no_answer_to_any_of_five_questions_says_nothing(capsys, monkeypatch):
     assert cli.main(["diagnose"]) == 2
     assert "nothing is known" in capsys.readouterr().err
     assert len({*asked}) == len(asked) == 5
+
+
+def test_ctrl_c_at_a_question_ends_as_it_does_elsewhere(capsys, monkeypatch):
+    monkeypatch.setattr(typer, "prompt", Mock(side_effect=typer.Abort))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert cli.main(["diagnose"]) == 130
+    assert capsys.readouterr().err == "staleproof: interrupted\n"
 
 
 def test_it_works_without_torch_and_in_a_narrow_terminal():

@@ -64,6 +64,11 @@ from staleproof.vllm import sources
         ),
         (["patches", "--live", "a:1", "--explain", "mla_padding"], "expected no --explain beside it"),
         (
+            ["patches", "--live", "localhost:abc"],
+            "--live: http://localhost:abc/health says nothing of stalepr",
+        ),
+        (["watch", "localhost:abc"], "got 'localhost:abc': nonnumeric port: 'abc'"),
+        (
             ["patches"],
             "staleproof: no vLLM is installed; name a release: staleproof patches --version 0.18.1",
         ),

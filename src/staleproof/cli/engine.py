@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 from pathlib import Path
 from typing import Annotated
 
@@ -96,6 +97,6 @@ def watch(
         else:
             with Live() as live:
                 watching.follow(url, every, live.update)
-    except watching.WatchError as error:
+    except (watching.WatchError, http.client.HTTPException) as error:
         expected = "expected HOST:PORT of a server with STALEPROOF_WATCH=1"
         raise BadInputError(f"url: {expected}, got {url!r}: {error}") from error

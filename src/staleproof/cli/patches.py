@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -90,7 +91,7 @@ def health(server: str) -> dict[str, Any]:
             # 503: it answers, and not all is as it should be.
             health = json.loads(error.read())
         return {key: health[key] for key in ("ok", "staleproof", "vllm", "patches", "processes")}
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
         hint = "is STALEPROOF_PORT or STALEPROOF_WATCH=1 set there?"
         raise BadInputError(f"--live: {address} says nothing of staleproof ({error}); {hint}") from error
 
