@@ -59,7 +59,8 @@ DATA_PARALLEL = re.compile(r"data_parallel_size'?[=:] ?(\d+)")
 EXPERT_PARALLEL = re.compile(r"enable_expert_parallel'?[=:] ?True|EP rank [1-9]")
 HYBRID = re.compile(r"mamba page size|Using \S+ GDN |MambaSpec|GatedDeltaNet")
 READY = re.compile(
-    r"init engine \(profile, create kv cache|Application startup complete|Starting vLLM (?:API )?server"
+    r"init engine \(profile, create kv cache|Graph capturing finished|Application startup complete"
+    r"|Starting vLLM (?:API )?server"
     r"|Running: [1-9]\d* reqs|EngineCore encountered a fatal error"
 )
 FAILED_TO_START = re.compile(r"EngineCore failed to start")
