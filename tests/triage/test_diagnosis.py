@@ -307,6 +307,7 @@ def test_a_prefill_backend_is_not_the_decode_backend():
     ("given", "message"),
     [
         ({"symptom": "slow"}, "symptom: expected one of nan .* got 'slow'"),
+        ({"symptom": "no NaN, but slow"}, "symptom: expected one of nan .* got 'no NaN, but slow'"),
         ({"symptom": "a nanosecond late"}, "symptom: expected one of nan .* got 'a nanosecond late'"),
         (
             {"version": "0.18.7"},
@@ -462,11 +463,13 @@ def test_a_row_of_two_patches_stands_while_one_of_them_is_missing():
 # Fact -> its word -> how people, vLLM and drivers write it; with commas between them.
 SPELLED = {
     "symptom": {
-        "nan": "garbage, gibberish, NaN, !!!!",
-        "oom": "OOM after upgrade",
-        "crash": "illegal memory access",
+        "nan": "garbage, gibberish, NaN, !!!!, nans in logits, wrong answers, corrupted output"
+        ", runs to the token limit, data leak, leaks data across users, prompts leak between users",
+        "oom": "OOM after upgrade, OOMs, out-of-memory, torch.OutOfMemoryError",
+        "crash": "illegal memory access, server crashes, cudaErrorIllegalAddress, CUDA_ERROR_ILLEGAL_ADDRESS",
         "drift": "accuracy drops with uptime",
-        "leak": "oom killer",
+        "leak": "oom killer, leaking",
+        "differs": "different logprobs, not reproducible",
     },
     "graphs": {
         "none": "none, eager, off, no, CUDAGraphMode.NONE",
@@ -533,6 +536,31 @@ SENTENCES = {
         {"symptom": "crash", "version": "0.20.2", "moe_backend": "flashinfer_cutlass", "parallel": "dp+ep"},
         {"moe"},
     ),
+    # Only a name of vLLM's before MLA is a backend.
+    "OOM on 0.19 with an MLA model on GB200": (
+        {"symptom": "oom", "version": "0.19.1", "gpu": "sm100"},
+        {"mla"},
+    ),
+    "OOM from a model with MLA, FlashInfer MLA": ({"symptom": "oom", "backend": "flashinfer_mla"}, {"mla"}),
+    "NaN, flash attention": ({"symptom": "nan", "backend": "flash_attn"}, set()),
+    # What is denied is no fact.
+    "no NaN, but OOM not on H100 or H200 but on B200": ({"symptom": "oom", "gpu": "sm100"}, set()),
+    "NaN, doesn't happen with eager; dp, no EP, not async": (
+        {"symptom": "nan", "parallel": "dp", "scheduling": "sync"},
+        set(),
+    ),
+    # A number is a release where it is the number of one, and no value.
+    "OOM with --gpu-memory-utilization 0.95": ({"symptom": "oom"}, set()),
+    "OOM with --swap-space 0.20, gpu_memory_utilization of 0.20, X_FRACTION=0.20, temperature 0.7": (
+        {"symptom": "oom"},
+        set(),
+    ),
+    "NaN, xformers 0.0.32, slow, in 0.95 too": ({"symptom": "nan"}, set()),
+    "accuracy 0.85 drops from 0.31 to 0.25": ({"symptom": "drift"}, set()),
+    "NaN after 0.5 h with top_p of 0.25, not on 0.19, on 0.20": (
+        {"symptom": "nan", "version": "0.20.2"},
+        set(),
+    ),
     "accuracy drops with uptime, Kimi Linear on H200 with TRITON_MLA": (
         {"symptom": "drift", "gpu": "sm90", "backend": "triton_mla"},
         {"mla", "moe", "hybrid"},
@@ -544,7 +572,7 @@ SENTENCES = {
 BESIDE = {
     "gpu": {"sm100": "B200, on Blackwell", "sm90": "sm_90, on Hopper"},
     "graphs": {
-        "none": "--enforce-eager, eager, no graphs, without CUDA graphs, graphs off",
+        "none": "--enforce-eager, enforce_eager=True, eager, no graphs, without CUDA graphs, graphs off",
         "piecewise": "piecewise CUDA graphs",
         "full": "full graphs",
     },
@@ -568,6 +596,24 @@ def test_a_sentence_says_what_it_names(sentence):
     found = facts.from_words(sentence)
     assert found.known == known
     assert {trait for trait, has in found.traits.items() if has} == there
+
+
+def test_a_kind_of_model_that_is_denied_is_known_not_to_be():
+    assert facts.from_words("OOM, a MoE without MLA").traits == {"moe": True, "mla": False}
+
+
+@pytest.mark.parametrize("version", ["vLLM 0.95", "v0.95", "on 0.95", "to 0.95", "0.95.1"])
+def test_a_number_that_is_said_to_be_a_release_must_be_one(version):
+    with pytest.raises(ValueError, match=r"version: vLLM 0\.95(\.1)? is not a release we know"):
+        facts.from_words(f"NaN {version}")
+
+
+@pytest.mark.parametrize("row", table.rows(), ids=lambda row: row.key)
+def test_what_a_row_says_that_you_see_is_read_and_does_not_rule_it_out(row):
+    for text in (row.see, f"{row.see}. vLLM {row.affected}."):
+        known = facts.from_words(table.plain(text))
+        known.derive()
+        assert judge.judge(row, known).against == []
 
 
 def test_nothing_is_more_certain_than_its_evidence():

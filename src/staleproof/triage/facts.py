@@ -166,10 +166,10 @@ def symptom(given: str) -> str:
     Raises:
         ValueError: it names no known symptom.
 
-    >>> symptom("OOM after upgrade"), symptom("the model prints !!!!"), symptom("Accuracy drops with uptime")
+    >>> symptom("OOM after upgrade"), symptom("the model prints !!!!"), symptom("no NaN, accuracy drops")
     ('oom', 'nan', 'drift')
     """
-    low = given.lower().strip()
+    low = affirmed(given)
     known = table.symptoms()
     if low in known:
         return low
@@ -178,7 +178,9 @@ def symptom(given: str) -> str:
         ((w, name) for name, entry in known.items() for w in entry["words"]), key=lambda p: -len(p[0])
     )
     for word, name in words:
-        if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", low):
+        # NaNs, crashed, out-of-memory, ILLEGAL_ADDRESS.
+        spelled = rf"{ENDING}[\s_-]+".join(map(re.escape, word.split()))
+        if re.search(rf"(?<![^\W_]){spelled}{ENDING}(?![^\W_])", low):
             return name
     said = "; ".join(f"{name} ({entry['says']})" for name, entry in known.items())
     return fail("symptom", f"one of {said}", repr(given))
@@ -282,28 +284,49 @@ def _backend(name: str, given: str) -> str:
     return word
 
 
+# Of a word of a symptom: crashes, crashed, crashing.
+ENDING = "(?:e?s|e?d|ing)?"
+# What a sentence denies. A switch that is off, and the name of a symptom, say something themselves.
+NOT = (
+    r"\b(?:no|not|never|without|neither|nor|\w+n['’]t) "
+    r"(?!(?:cuda )?graphs?\b|async|reproducib|determinis)"
+    r"(?:(?:an?|any|the|on|in|with|from|cuda|vllm|happen|occur|seen?|\S+ n?or) )*"
+)
+RELEASE = r"(0\.\d+(?:\.\d+)?)\b(?! ?(?:%|(?:m?s|sec\w*|min\w*|h|hours?|[gm]i?b|of)\b))"
+# What stands before a release, the surest first: the target of an upgrade, a word, nothing.
+BEFORE = (
+    r"\bto (?:vllm[ =v-]*|v)?",
+    r"\bvllm(?: version| release)?[ =:v-]*",
+    r"\b(?:on|since|after|version|release) v?|(?<![\w.-])v",
+    r"(?<![\w.-])",
+)
+# What makes a number one of something else: a package, or in two parts the value of an option or a measure.
+PACKAGE = r"\b(?:flashinfer|xformers|lmcache|nixl|aiter|transformers|staleproof)[ =v-]*$"
+VALUE = (
+    r"(?:--[\w.-]+[ =]|_\w+=|(?:\b|_)(?:utili[sz]ation|temperature|accuracy|score|gsm8k|mmlu|top.p|min.p"
+    r"|penalty|threshold|drop\w*|falls?|fell)\b)"
+    r"(?:[ =:]+(?:of|is|was|at|by|from|to|drop\w*|falls?|fell|0\.\d+)\b)*[ =:]*$"
+)
+# Attention backends as vLLM prints them. Any other word before "MLA" is no name.
+BACKEND = (
+    r"(?:flashinfer|cutlass|triton|flash[_ ]attn|tokenspeed|rocm[_ ]aiter(?:[_ ]triton)?|xpu|cpu|amx)[_ ]mla"
+    r"(?:[_ ]sparse)?|flashmla(?:[_ ]sparse)?|flex[_ ]attention"
+    r"|(?:flash|triton|rocm(?:[_ ]aiter[_ ]unified)?|cpu|tree|gdn)[_ ]attn"
+)
 DP, EP = r"(?:\bdp\b|\bdata.parallel)", r"(?:\bep\b|\bexpert.parallel)"
-RELEASE = r"(0\.\d+(?:\.\d+)?)\b"
 # (fact, pattern of what people write, word). The patterns of a fact are tried in order, and the first match
 # counts. If the pattern has a group, the group is the word.
 WORDS: tuple[tuple[str, str, str], ...] = (
-    # Every release of vLLM so far begins with 0. The target of an upgrade is preferred over other releases.
-    ("version", rf"\bto (?:vllm[ =v-]*|v)?{RELEASE}", ""),
-    ("version", rf"\bvllm[ =v-]*{RELEASE}", ""),
-    ("version", rf"(?<![\w.-])(?<!flashinfer )v?{RELEASE}", ""),
     ("gpu", rf"\b((?:{'|'.join(name for names in GPUS.values() for name in names)})|sm_?\d+)\b", ""),
     ("gpu", r"\bblackwell\b", "b200"),
     ("gpu", r"\bhopper\b", "h200"),
-    (
-        "graphs",
-        r"(?<!\bno )(?<!\bnot )\b(?:enforce.)?eager\b|\b(?:no|without) (?:cuda )?graphs?\b|graphs? off",
-        "none",
-    ),
+    ("graphs", r"\b(?:enforce.)?eager\b|\b(?:no|without) (?:cuda )?graphs?\b|graphs? off", "none"),
     ("graphs", r"\bpiecewise\b", "piecewise"),
     # vLLM's default is full and piecewise.
     ("graphs", r"\b(?:cuda|full) ?graphs?\b", "full"),
     ("moe_backend", r"\b((?:flashinfer )?\w*(?:cutlass|trtllm|deep_?gemm|marlin))\b(?! mla)", ""),
-    ("backend", r"\b(\w+[_ ]mla|flashmla|\w+[_ ]attn|flash[_ ]?attention)\b", ""),
+    ("backend", rf"\b({BACKEND})\b", ""),
+    ("backend", r"\bflash[_ ]?attention\b", "flash_attn"),
     ("quant", r"\bmxfp4\b", "mxfp4"),
     ("quant", r"\b(?:nv)?fp4\b", "nvfp4"),
     ("quant", r"\bfp8\b", "fp8"),
@@ -311,12 +334,35 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     ("parallel", rf"\bdep\b|(?s:^(?=.*{DP})(?=.*{EP}))", "dp+ep"),
     ("parallel", DP, "dp"),
     ("parallel", EP, "ep"),
-    ("scheduling", r"\bno.async\w*|\bsync scheduling", "sync"),
+    ("scheduling", r"\b(?:not?|without).async\w*|\bsync scheduling", "sync"),
     ("scheduling", r"\basync\w*", "async"),
     ("phase", r"\bat start\w*|\bon start\w*", "start"),
     ("phase", r"\bunder load\b|\bserving\b", "serving"),
     ("model", r"\b(mla|moe|hybrid|dense)\b", ""),
 )
+
+
+def affirmed(text: str) -> str:
+    """A sentence in small letters, without what it denies.
+
+    >>> affirmed("NaN, not on H100 but on B200, no CUDA graphs")
+    'nan,  but on b200, no cuda graphs'
+    """
+    return re.sub(rf"{NOT}[^\s,;]+", "", text.lower()).strip()
+
+
+def _release(low: str) -> str | None:
+    """The release that a sentence names. Without a word before it, two parts must be those of a known one."""
+    known = {name.rpartition(".")[0] for name in table.probes()}
+    for before in BEFORE:
+        for match in re.finditer(rf"(?:{before}){RELEASE}", low):
+            at = match.start(1)
+            number, said = match[1], low[max(0, at - 80) : at]
+            full = number.count(".") == 2
+            other = re.search(PACKAGE if full else f"{PACKAGE}|{VALUE}", said)
+            if not other and (full or number in known or at > match.start()):
+                return number
+    return None
 
 
 def from_words(text: str) -> Facts:
@@ -333,11 +379,16 @@ def from_words(text: str) -> Facts:
     """
     found = Facts()
     found.learn("symptom", text, "your words")
-    low = text.lower()
+    low = affirmed(text)
+    if number := _release(low):
+        found.learn("version", number, "your words")
     for name, pattern, word in WORDS:
         match = re.search(pattern, low)
         if match and not found.has(name):
             found.learn(name, re.sub(r"\s", "_", word or match[1]), "your words")
+    for trait in re.findall(rf"{NOT}(mla|moe|hybrid)\b", text.lower()):
+        found.traits[trait] = False
+        found.origin.setdefault("model", "your words")
     for word in [*re.findall(r"[\w./-]+", low), re.sub(r"\s+", "-", low)]:
         # A name is one word, or several ("kimi linear").
         name, named = known_model(word)
