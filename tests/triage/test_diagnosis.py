@@ -140,6 +140,8 @@ ALONE = {
     "█ ▀▄▀ █  version 0.20.2": {"version": "0.20.2"},
     "staleproof on vLLM 0.20.2, this process: in place: mla_padding": {"version": "0.20.2"},
     "Cudagraph is disabled under eager mode": {"graphs": "none"},
+    "device: NVIDIA GeForce RTX 5090": {"gpu": "sm120"},
+    "device: NVIDIA_GeForce_RTX_4090": {"gpu": "sm89"},
     "Overriding cudagraph_mode from FULL_AND_PIECEWISE to PIECEWISE": {"graphs": "piecewise"},
     "Using 'MARLIN' NvFp4 MoE backend out of potential": {"moe_backend": "marlin", "quant": "nvfp4"},
 }
@@ -505,6 +507,9 @@ def test_a_fact_is_known_however_it_is_spelled(name):
 
 
 SENTENCES = {
+    "NaN from Qwen3 Next": ({"symptom": "nan"}, {"moe", "hybrid"}),
+    "NaN, Qwen3 30B A3B": ({"symptom": "nan"}, {"moe"}),
+    "NaN from Llama 4 Maverick": ({"symptom": "nan"}, {"moe"}),
     "NaN from DeepSeek-V4": ({"symptom": "nan"}, {"moe"}),
     "NaN from DeepSeek with CUDA graphs on 0.20": (
         {"symptom": "nan", "version": "0.20.2", "graphs": "full"},
@@ -570,15 +575,24 @@ SENTENCES = {
 
 # The same of what is said beside a symptom.
 BESIDE = {
-    "gpu": {"sm100": "B200, on Blackwell", "sm90": "sm_90, on Hopper"},
+    "gpu": {
+        "sm100": "B200, on Blackwell",
+        "sm90": "sm_90, on Hopper, 8xH200, 8 x H100",
+        "sm120": "RTX 5090, GeForce RTX_5090, RTX PRO 6000",
+    },
     "graphs": {
-        "none": "--enforce-eager, enforce_eager=True, eager, no graphs, without CUDA graphs, graphs off",
+        "none": "--enforce-eager, enforce_eager=True, eager, no graphs, without CUDA graphs, graphs off, "
+        "CUDA graphs disabled, graphs are off, disabled CUDA graphs",
         "piecewise": "piecewise CUDA graphs",
-        "full": "full graphs",
+        "full": "full graphs, enforce_eager=False and CUDA graphs",
     },
     "quant": {"mxfp4": "MXFP4", "nvfp4": "FP4, NVFP4", "fp8": "FP8", "none": "BF16, fp16"},
     "parallel": {"dp": "DP, data parallel", "ep": "EP, expert-parallel", "dp+ep": "DEP, dp+ep"},
-    "scheduling": {"async": "async scheduling", "sync": "sync scheduling, no async scheduling"},
+    "scheduling": {
+        "async": "async scheduling",
+        "sync": "sync scheduling, no async scheduling, without async scheduling, async scheduling off, "
+        "async scheduling is disabled, disabled async scheduling",
+    },
     "phase": {"start": "at startup, on start", "serving": "under load, serving"},
 }
 
@@ -600,6 +614,10 @@ def test_a_sentence_says_what_it_names(sentence):
 
 def test_a_kind_of_model_that_is_denied_is_known_not_to_be():
     assert facts.from_words("OOM, a MoE without MLA").traits == {"moe": True, "mla": False}
+
+
+def test_a_name_of_which_nothing_is_known_is_no_other_model():
+    assert facts.from_words("NaN from DeepSeek R1 distill Llama 70B").traits == {}
 
 
 @pytest.mark.parametrize("version", ["vLLM 0.95", "v0.95", "on 0.95", "to 0.95", "0.95.1"])

@@ -50,7 +50,7 @@ MODELS = (
     (r"kimi.?linear", ("mla", "moe", "hybrid"), True),
     (r"qwen3.?next|qwen3.?5.?moe|qwen3.?5-\d+b-a\d+b", ("moe", "hybrid"), True),
     (r"qwen3.?5", ("hybrid",), False),
-    (r"gpt.?oss", ("moe",), True),
+    (r"gpt.?oss|llama.?4", ("moe",), True),
     (r"qwen3.?moe|qwen3-\d+b-a\d+b|mixtral", ("moe",), True),
     (r"nemotron.?h|jamba|falcon.?h1|zamba|granitemoehybrid|bamba|lfm2", ("hybrid",), False),
     (r"^(llama|qwen[23]?|mistral|gemma\d?|phi3)(forcausallm)?$", (), True),
@@ -313,14 +313,18 @@ BACKEND = (
     r"(?:[_ ]sparse)?|flashmla(?:[_ ]sparse)?|flex[_ ]attention"
     r"|(?:flash|triton|rocm(?:[_ ]aiter[_ ]unified)?|cpu|tree|gdn)[_ ]attn"
 )
+OFF = r"(?:(?:is|are|was|were) )?(?:off|disabled)\b"
+# GPUs by name, e.g. "rtx pro 6000".
+GPU = "|".join(re.sub(r"^(rtx)(pro)?", r"\1[ _]?\2[ _]?", name) for names in GPUS.values() for name in names)
 DP, EP = r"(?:\bdp\b|\bdata.parallel)", r"(?:\bep\b|\bexpert.parallel)"
 # (fact, pattern of what people write, word). The patterns of a fact are tried in order, and the first match
 # counts. If the pattern has a group, the group is the word.
 WORDS: tuple[tuple[str, str, str], ...] = (
-    ("gpu", rf"\b((?:{'|'.join(name for names in GPUS.values() for name in names)})|sm_?\d+)\b", ""),
+    ("gpu", rf"\b(?:\d+ ?x ?)?({GPU}|sm_?\d+)\b", ""),
     ("gpu", r"\bblackwell\b", "b200"),
     ("gpu", r"\bhopper\b", "h200"),
-    ("graphs", r"\b(?:enforce.)?eager\b|\b(?:no|without) (?:cuda )?graphs?\b|graphs? off", "none"),
+    ("graphs", r"\b(?:enforce.)?eager\b(?!\W*(?:false|0)\b)", "none"),
+    ("graphs", rf"\b(?:no|without|disabled?) (?:cuda )?graphs?\b|graphs? {OFF}", "none"),
     ("graphs", r"\bpiecewise\b", "piecewise"),
     # vLLM's default is full and piecewise.
     ("graphs", r"\b(?:cuda|full) ?graphs?\b", "full"),
@@ -334,7 +338,8 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     ("parallel", rf"\bdep\b|(?s:^(?=.*{DP})(?=.*{EP}))", "dp+ep"),
     ("parallel", DP, "dp"),
     ("parallel", EP, "ep"),
-    ("scheduling", r"\b(?:not?|without).async\w*|\bsync scheduling", "sync"),
+    ("scheduling", rf"\b(?:not?|without|disabled?).async\w*|\basync\w*(?: scheduling)? {OFF}", "sync"),
+    ("scheduling", r"\bsync scheduling", "sync"),
     ("scheduling", r"\basync\w*", "async"),
     ("phase", r"\bat start\w*|\bon start\w*", "start"),
     ("phase", r"\bunder load\b|\bserving\b", "serving"),
@@ -389,16 +394,18 @@ def from_words(text: str) -> Facts:
     for trait in re.findall(rf"{NOT}(mla|moe|hybrid)\b", text.lower()):
         found.traits[trait] = False
         found.origin.setdefault("model", "your words")
-    for word in [*re.findall(r"[\w./-]+", low), re.sub(r"\s+", "-", low)]:
-        # A name is one word, or several ("kimi linear").
+    # A name may be several words: "kimi linear" first, and then "qwen3", which "qwen3 next" is not.
+    for word in [re.sub(r"\s+", "-", low), *re.findall(r"[\w./-]+", low)]:
         name, named = known_model(word)
-        if named:
+        if name:
             found.traits = {**named, **found.traits}
-            found.origin["model"] = f"known of {name}"
+            if named:
+                found.origin["model"] = f"known of {name}"
             break
-    if "deepseek" in low and not found.traits:
-        found.traits = known_model("deepseek-v3")[1]
-        found.origin["model"] = "DeepSeek, taken for V2, V3 or R1"
+    else:
+        if "deepseek" in low and not found.traits:
+            found.traits = known_model("deepseek-v3")[1]
+            found.origin["model"] = "DeepSeek, taken for V2, V3 or R1"
     return found
 
 

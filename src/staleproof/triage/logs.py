@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 
 from staleproof.triage import table
-from staleproof.triage.facts import GPUS, OTHER, Facts, known_model
+from staleproof.triage.facts import GPU, OTHER, Facts, known_model
 
 # Text in a line about another kind of failure -> what the log looks like.
 OTHERS = {word: entry["says"] for entry in table.others() for word in entry["words"]}
@@ -47,7 +47,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("quant", r"[ (]quantization='?(\w+)'?,"),
     ("quant", r"Using '?\w+'? (NvFp4) MoE backend"),
     ("scheduling", r"Asynchronous scheduling is (enabled|disabled)"),
-    ("gpu", rf"NVIDIA[ _](?:GeForce )?((?:{'|'.join(n for names in GPUS.values() for n in names)})(?!\d))"),
+    ("gpu", rf"NVIDIA[ _](?:GeForce[ _])?((?:{GPU})(?!\d))"),
 )
 # Where a log names the model. The architecture says more than a name, wherever it stands.
 ARCHITECTURE = re.compile(r"Resolved architecture: (\w+)")
