@@ -58,6 +58,7 @@ def right(subject, device, *told):
 
 OURS = partial(fix, "ours", "rows", off=0, on=1, ask=print)
 ONE = each("q", "rows", ["a"], print, **OPEN)
+WHOLE = {"words": "rows", "subjects": ["a"], "ask": print, **OPEN}
 
 
 @pytest.mark.parametrize(
@@ -65,17 +66,56 @@ ONE = each("q", "rows", ["a"], print, **OPEN)
     [
         (lambda: Case(Key("", "q", "v"), "rows", print), "expect: expected a verdict for q, v, or a reason"),
         (lambda: Case(Key("", "q", "v"), "nope", print, **OPEN), "words: expected a family of .* got 'nope'"),
-        (lambda: Case(Key("", "q", "v"), "rows", print, expect="leeked"), "family rows .*got 'leeked'"),
+        (
+            lambda: Case(Key("", "q", "v"), "rows", print, expect="leeked"),
+            "^expect of q, v: expected a word of the family rows .*got 'leeked'",
+        ),
+        (lambda: each("q", "rows", print, ONE), "^subjects of q: expected variant -> subject, or variants"),
+        (lambda: each("q", "rows", [print], print), "^subjects of q: .* got .<built-in function print>"),
+        (lambda: each("q", "rows", "ab", print, **OPEN), "^subjects of q: .* got ab"),
+        (lambda: Case(Key("", "q", print), "rows", print, **OPEN), "^key: expected a Key of texts"),
+        (lambda: Case("v", "rows", print, **OPEN), "^key: expected a Key of texts: .* got v"),
+        *(
+            (lambda wrong=wrong: each("q", **WHOLE | wrong), f"^{name} of q, a: expected {kind}, got {got}")
+            for wrong, name, kind, got in (
+                ({"words": print}, "words", "str", "<built-in"),
+                ({"ask": "clean"}, "ask", "Callable", "'clean'"),
+                ({"expect": True}, "expect", "str or Callable or NoneType", "True"),
+                ({"reason": 3}, "reason", "str", "3"),
+                ({"needs": None}, "needs", "Callable", "None"),
+                ({"evidence": "real"}, "evidence", "Evidence or Callable", "'real'"),
+                ({"scene": "server"}, "scene", "Scene or NoneType", "'server'"),
+                ({"limit_s": "9"}, "limit_s", "int or float", "'9'"),
+            )
+        ),
+        (lambda: Scene("server", "tell"), "^tell of scene server: expected Callable, got 'tell'"),
+        (lambda: OURS(wrong="a text"), "wrong: expected a comparison of ours with a reference, got a text"),
+        (
+            lambda: Table("fake", each("q", "rows", ["a"], print, expect={"a": "clean", "aa": "clean"})),
+            r"^expect of fake, q, a: expected variants of fake, got \['aa'\]",
+        ),
         (lambda: each("q", "rows", ["a", "b"], print, expect={"a": "clean"}), "a verdict for q, b, or a"),
         (lambda: OURS(wrong=None), "wrong: expected a comparison of ours with a reference, got None"),
         (lambda: OURS(wrong=None, expect="not fixed"), "wrong: expected a comparison of ours"),
-        (lambda: OURS(wrong=right, expect="clean"), "family fix .*got 'clean'"),
+        (lambda: OURS(wrong=right, expect="clean"), "expect of off/on/off, ours: .* fix .*got 'clean'"),
         (lambda: Table("fake", ONE, ONE), r"one case of each key, got several of \['fake, q, a'\]"),
     ],
 )
 def test_a_case_that_is_not_defined_is_refused_before_anything_runs(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_a_mapping_of_expected_verdicts_may_serve_several_questions():
+    both = {"a": "clean", "b": "leaked"}
+    found = run(*(each(q, "rows", [v], lambda *_, q=q: both[q], expect=both) for q, v in ("aa", "bb")))
+    assert all(f.ok for f in found)
+
+
+def test_an_expected_word_that_a_device_gives_is_checked_too():
+    case = Case(Key("", "q", "v"), "rows", lambda *_: "clean", expect=lambda device: "leeked")
+    with pytest.raises(ValueError, match=r"^expect of fake, q, v: .* family rows .*got 'leeked'"):
+        run(case)
 
 
 def test_a_word_of_another_family_is_an_error_of_the_ask():
@@ -336,6 +376,14 @@ def test_a_fix_is_compared_with_a_reference_whatever_is_expected(expect):
     assert (found.verdict, found.three.right) == ("wrong", False)
     assert found.note == found.three.wrong == "rows are 3 times too large"
     assert found.three.text == "leaked, clean, leaked, rows are 3 times too large"
+
+
+@pytest.mark.parametrize("compared", [False, True, 0])
+def test_a_comparison_that_gives_neither_none_nor_a_text_is_an_error(compared):
+    said = iter(["leaked", "clean", "leaked"])
+    case = fix("ours", "rows", off=0, on=1, ask=lambda *_: next(said), wrong=lambda *_: compared)
+    with pytest.raises(ValueError, match=f"^wrong of fake, off/on/off, ours: .*None, .* got {compared}"):
+        run(case)
 
 
 def test_the_finding_of_a_fix_has_what_the_run_with_it_said():

@@ -27,6 +27,13 @@ from staleproof.device import Provenance
 ABLATION = "ablation"
 ALL = "all four"
 LIMIT_S = 900.0
+# Field of a scene or case -> what it may be.
+_KINDS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("name", "words", "reason"), (str,)),
+    **dict.fromkeys(("tell", "ask", "needs"), (Callable,)),
+    "expect": (str, Callable, type(None)),
+    "limit_s": (int, float),
+}
 # From subject and device to the reason why a case cannot be asked here, or ``None``.
 Needs = Callable[[Any, str], str | None]
 
@@ -50,6 +57,14 @@ class Reading:
     script: str = ""
     evidence: Evidence | None = None
     provenance: Provenance | None = None
+
+
+def _check_kinds(one: Case | Scene, whose: str, **more: tuple[Any, ...]) -> None:
+    """Refuse a field of a wrong type now, rather than when the case is asked."""
+    for name, kinds in {**_KINDS, **more}.items():
+        value = getattr(one, name, None)
+        is_kind = isinstance(value, kinds) or not hasattr(one, name)
+        require(is_kind, f"{name} of {whose}", " or ".join(kind.__name__ for kind in kinds), repr(value))
 
 
 def reading(verdict: str, /, *, note: str = "", **numbers: Any) -> Reading:
@@ -118,6 +133,9 @@ class Scene:
     early: bool = False
     limit_s: float = LIMIT_S
 
+    def __post_init__(self) -> None:
+        _check_kinds(self, f"scene {self.name}")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -137,9 +155,10 @@ class Case:
             subject to that.
         scene: what it shares with other cases.
         limit_s: seconds that its child processes may take together.
+        named: variants that a mapping of expected verdicts names. The table must have them.
 
     Raises:
-        ValueError: an unknown family or word, or nothing expected without a reason.
+        ValueError: a field of a wrong type, an unknown family or word, or nothing expected without a reason.
     """
 
     key: Key
@@ -152,17 +171,30 @@ class Case:
     evidence: Evidence | Callable[[Any], Evidence] = REPLICA
     scene: Scene | None = None
     limit_s: float = LIMIT_S
+    named: frozenset[str] = field(default=frozenset(), repr=False)
 
     def __post_init__(self) -> None:
+        is_key = isinstance(self.key, Key) and all(isinstance(part, str) for part in self.key)
+        require(is_key, "key", "a Key of texts: incident, question, variant", self.key)
+        _check_kinds(self, self.key.text, evidence=(Evidence, Callable), scene=(Scene, type(None)))
         if self.expect is None and not self.reason:
             fail("expect", f"a verdict for {self.key.text}, or a reason why none is expected", None)
         families.word(self.words, NOT_RUN)
         if isinstance(self.expect, str):
-            families.word(FIX if isinstance(self, Fix) else self.words, self.expect)
+            self.expected("cpu")
 
     def expected(self, device: str) -> str | None:
-        """The verdict that must come out on ``device``, or ``None``."""
-        return self.expect(device) if callable(self.expect) else self.expect
+        """The verdict that must come out on ``device``, or ``None``.
+
+        Raises:
+            ValueError: it is no word of the family.
+        """
+        expect = self.expect(device) if callable(self.expect) else self.expect
+        family = FIX if isinstance(self, Fix) else self.words
+        if expect not in (known := (*families.FAMILIES[family], NOT_RUN)) and expect is not None:
+            words = f"a word of the family {family} ({'; '.join(known)})"
+            fail(f"expect of {self.key.text}", words, repr(expect))
+        return expect
 
     def grade(self) -> Evidence:
         """Whose code is asked."""
@@ -195,7 +227,8 @@ class Fix(Case):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.wrong is not None, "wrong", f"a comparison of {self.key.variant} with a reference", None)
+        compares = f"a comparison of {self.key.variant} with a reference"
+        require(callable(self.wrong), "wrong", compares, self.wrong)
 
 
 def fix(
@@ -236,21 +269,27 @@ def each(
         expect: one verdict for all, a mapping from variant to verdict, or a function from subject to verdict.
         fields: further fields of :class:`Case`. ``scene`` may be a function from the subject.
 
+    Raises:
+        ValueError: subjects of another kind, or as :class:`Case`.
+
     >>> known = {"ours": "zero"}
     >>> cases = each("empty row", "empty row", ["ours", "theirs"], print, expect=known, reason="new")
     >>> [(case.key.variant, case.expect) for case in cases]
     [('ours', 'zero'), ('theirs', None)]
     """
+    is_kind = isinstance(subjects, Mapping | list | tuple) and all(isinstance(name, str) for name in subjects)
+    require(is_kind, f"subjects of {question}", "variant -> subject, or variants, which are texts", subjects)
     if not isinstance(subjects, Mapping):
         subjects = {name: name for name in subjects}
     scene = fields.pop("scene", None)
+    named = frozenset(expect if isinstance(expect, Mapping) else ())
     cases = []
     for variant, subject in subjects.items():
         wanted = expect.get(variant) if isinstance(expect, Mapping) else expect
         wanted = wanted(subject) if callable(wanted) else wanted
         shared = scene(subject) if callable(scene) else scene
         key = Key("", question, variant)
-        cases.append(Case(key, words, ask, subject, expect=wanted, scene=shared, **fields))
+        cases.append(Case(key, words, ask, subject, expect=wanted, scene=shared, named=named, **fields))
     return cases
 
 

@@ -79,7 +79,7 @@ class Table:
         rows: cases, or lists of cases, in the order in which they are asked.
 
     Raises:
-        ValueError: two cases of one key.
+        ValueError: two cases of one key, or an expected verdict of a variant that no case has.
     """
 
     def __init__(self, incident: str, *rows: Case | Iterable[Case]) -> None:
@@ -88,6 +88,11 @@ class Table:
         self.cases = [replace(case, key=case.key._replace(incident=incident)) for case in flat]
         twice = [key.text for key, n in Counter(case.key for case in self.cases).items() if n > 1]
         require(not twice, "table", "one case of each key", f"several of {twice}")
+        # Questions share a mapping of expected verdicts, which may name variants of the others.
+        variants = {case.key.variant for case in self.cases}
+        for case in self.cases:
+            unknown = sorted(map(str, case.named - variants))
+            require(not unknown, f"expect of {case.key.text}", f"variants of {incident}", unknown)
 
     def run(self, device: str, progress: Progress = silent) -> Generator[Finding]:
         """Put every case; see :func:`run`."""
@@ -263,7 +268,10 @@ def _put_fix(case: Fix, device: str, told: tuple[Any, ...]) -> Finding:
     wrong, right = "", None
     if families.outcome(case.words, on.verdict) is Outcome.GOOD:
         assert case.wrong is not None
-        wrong = case.wrong(case.subject, device, *told) or ""
+        found = case.wrong(case.subject, device, *told)
+        is_text = found is None or isinstance(found, str)
+        require(is_text, f"wrong of {case.key.text}", "None, or a text that says what is wrong", repr(found))
+        wrong = found or ""
         right = not wrong
     three = Three(case.words, off.verdict, on.verdict, again.verdict, right, wrong)
     numbers = {
