@@ -6,6 +6,7 @@ import atexit
 import importlib.util
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,11 @@ def born(module: str) -> dict[str, object]:
         "loaded": loaded,
         "importable": importlib.util.find_spec(module) is not None,
     }
+
+
+def sigint() -> list[object]:
+    """What SIGINT does in this process."""
+    return [signal.getsignal(signal.SIGINT), signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
 
 
 def compile_without_ptxas_blackwell() -> list[object]:

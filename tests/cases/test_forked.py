@@ -3,10 +3,12 @@
 import fractions  # noqa: F401
 import gc
 import os
+import re
 import signal
 import sys
 import time
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 from tests.cases import jobs
@@ -59,6 +61,31 @@ def test_a_child_ends_as_a_new_interpreter_does(monkeypatch):
     new = children.call(jobs.end_late, timeout_s=60)
     assert forked.stdout == new.stdout == "at once, a thread\nat its end\nits finalizer\n"
     assert (forked.code, forked.told) == (new.code, new.told) == (0, [1])
+
+
+def test_ctrl_c_reaches_a_child_and_not_the_server_that_still_imports(monkeypatch):
+    forked = children.call(jobs.sigint, timeout_s=60).answer()
+    (blocked,) = re.findall(r"SigBlk:\s(\w+)", Path(f"/proc/{server()}/status").read_text())
+    assert int(blocked, 16) >> signal.SIGINT - 1 & 1
+    monkeypatch.setattr(children, "_may_fork", lambda env: False)
+    assert forked == children.call(jobs.sigint, timeout_s=60).answer()
+
+
+def test_a_server_that_cannot_start_leaves_ctrl_c_as_it_was(monkeypatch):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        masks = []
+
+        def fails():
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+            raise OSError
+
+        monkeypatch.setattr(forkserver, "ensure_running", fails)
+        children.call(gc.enable, timeout_s=60)
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        assert masks == [{*before, signal.SIGUSR1, signal.SIGINT}, {*before, signal.SIGUSR1}]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_what_an_import_of_the_server_leaves_for_the_end_is_not_done_by_its_children(monkeypatch, tmp_path):

@@ -37,6 +37,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -165,6 +166,7 @@ def fork(
         # Python would run the caller's main file in the child once more.
         main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
         try:
+            _start_server()
             process.start()
         except (OSError, EOFError):
             # The next one starts another.
@@ -173,6 +175,17 @@ def fork(
         finally:
             sys.modules["__main__"] = main
         return Forked(process)
+
+
+def _start_server() -> None:
+    """Start the server, if none runs, without SIGINT: Ctrl-C would show where it was importing torch."""
+    # First, since this unblocks SIGINT in Python 3.11.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def become(env: Mapping[str, str], folder: str, path: list[str], stdout: str, stderr: str) -> None:
@@ -193,6 +206,8 @@ def become(env: Mapping[str, str], folder: str, path: list[str], stdout: str, st
     os.environ.update(env)
     os.chdir(folder)
     sys.path[:] = path
+    # As the last thing: the server blocks it.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _end_with_caller() -> None:
