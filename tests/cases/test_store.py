@@ -1,6 +1,9 @@
 """Recorded runs: written whole or not at all, and compared."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,6 +203,32 @@ def test_what_is_no_recorded_run_is_not_replaced(tmp_path):
         with pytest.raises(RunFileError, match=f"cannot be written: {why}"):
             store.check_writable(path)
     assert stored(tmp_path / "runs/deep").findings == []
+
+
+def test_what_is_no_plain_file_is_not_replaced(tmp_path):
+    fifo, loop, out = (tmp_path / name for name in ("fifo", "loop", "out"))
+    os.mkfifo(fifo)
+    loop.symlink_to(loop)
+    for path, why in ((fifo, "expected a plain file, got a device, a pipe"), (loop, "Too many levels of")):
+        with pytest.raises(RunFileError, match=f"{path}: cannot be written: {why}"):
+            store.check_writable(path)
+    program = "from staleproof.cases.store import *; check_writable(Path('/dev/stdout'))"
+    with out.open("w") as stdout:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=stdout, stderr=subprocess.PIPE, text=True
+        )
+    assert "/dev/stdout: cannot be written: expected a plain file, got a device, a pipe or" in done.stderr
+    assert {*tmp_path.iterdir()} == {fifo, loop, out}
+
+
+def test_a_link_stays_and_its_file_is_written(tmp_path):
+    link, target = tmp_path / "link.jsonl", tmp_path / "folder/target.jsonl"
+    link.symlink_to(target)
+    for _ in range(2):
+        store.check_writable(link)
+        write_findings(link, [CLEAN])
+        assert (link.is_symlink(), len(read_kept(target))) == (True, 1)
+    assert {*tmp_path.rglob("*.*")} == {link, target}
 
 
 def test_a_comparison_is_told_in_one_line():

@@ -26,6 +26,7 @@ from staleproof.vllm import sources
         (["run", "--device", "tpu"], "device: expected cpu, cuda or auto, got 'tpu'"),
         (["run", "--json", "{root}/a_file/x.jsonl"], "--json: {root}/a_file/x.jsonl: cannot be written"),
         (["run", "--json", "{root}"], "cannot be written: it is a folder"),
+        (["run", "--json", "."], "--json: .: cannot be written: it is a folder"),
         (["record", "--out", "{root}/a_file"], "--out: {root}/a_file/"),
         (["compare", "here", "there"], "first: here: neither a run folder nor a recorded machine"),
         (["compare", "a.jsonl", "b.jsonl"], "first or second: a.jsonl: cannot be read: No such file"),
@@ -94,6 +95,7 @@ def test_bad_input_is_one_line_and_2(root, incident, capsys, monkeypatch, argume
     assert captured.out == ""
     assert asked == []
     assert (root / "a_file").read_text() == "in the way"
+    assert not root.with_name(f"{root.name}.lock").exists()
 
 
 @pytest.mark.parametrize("command", ["run", "engine"])

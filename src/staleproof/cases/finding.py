@@ -363,13 +363,17 @@ def write_findings(path: Path, findings: Iterable[Finding]) -> None:
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write to a file beside ``path``, then rename it: a failure leaves the earlier file as it was."""
+    """Write to a file beside ``path``, then rename it: a failure leaves the earlier file as it was.
+
+    If ``path`` is a link, this writes the file that it points to.
+    """
     text = "".join(line + "\n" for line in lines)
-    draft = path.with_name(path.name + ".part")
+    target = path.resolve()
+    draft = target.with_name(target.name + ".part")
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(text)
-        draft.replace(path)
+        draft.replace(target)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import datetime
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -248,16 +249,23 @@ def write(folder: Path, findings: Iterable[Finding], measurements: Iterable[Mapp
 def check_writable(path: Path) -> None:
     """Check that ``path`` can be written, before the long work rather than after it.
 
+    A file is replaced as a whole: a device, a pipe, or the file that this process prints into would be lost.
+
     Raises:
         RunFileError: the file cannot be written.
     """
-    if path.is_dir():
-        raise RunFileError(f"{path}: cannot be written: it is a folder")
-    draft = path.with_name(path.name + ".part")
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.touch()
-        draft.unlink()
+        if path.is_dir():
+            raise RunFileError(f"{path}: cannot be written: it is a folder")
+        with contextlib.suppress(FileNotFoundError):
+            path.stat()
+            if not path.is_file() or any(path.samefile(f"/dev/{name}") for name in ("stdout", "stderr")):
+                got = "a device, a pipe or this command's output"
+                raise RunFileError(f"{path}: cannot be written: expected a plain file, got {got}")
+        target = path.resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Under a name of its own: another run may be writing.
+        tempfile.NamedTemporaryFile(dir=target.parent, prefix=f"{target.name}.").close()
 
 
 def read_kept(path: Path) -> list[Finding]:
