@@ -59,13 +59,14 @@ def incident(registry, monkeypatch) -> Callable[..., list[str]]:
                 yield answer()
 
         fake = types.ModuleType("staleproof.incidents.fake.cases")
-        fake.TABLE = types.SimpleNamespace(run=run, steps=["the fake step"])  # type: ignore[attr-defined]
+        fake.TABLE = types.SimpleNamespace(incident="fake", run=run)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
         monkeypatch.setattr(device, "has_triton", lambda: True)
         for module in (conclusion, triage):
             monkeypatch.setattr(module, "symptom", lambda name: "it looks true")
         INCIDENTS.clear()
-        INCIDENTS["fake"] = Incident(1, "a fake", "01_fake.ipynb", "it lies")
+        # It has no folder.
+        INCIDENTS.update(fake=Incident(1, "a fake", "01_fake.ipynb", "it lies"))
         return asked
 
     return install

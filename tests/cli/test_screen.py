@@ -37,7 +37,7 @@ module = types.ModuleType("staleproof.incidents.fake.cases")
 module.TABLE = Table("fake", each("a question", "rows", variants, ask, expect="clean"))
 sys.modules[module.__name__] = module
 INCIDENTS.clear()
-INCIDENTS["fake"] = Incident(1, "a fake", "01_fake.ipynb", "it lies")
+INCIDENTS.update(fake=Incident(1, "a fake", "01_fake.ipynb", "it lies"))
 root = pathlib.Path({root!r})
 store.checkout = lambda: root
 sys.exit(cli.main(["run", "-v", "--device", "cpu"]))

@@ -15,8 +15,9 @@ from staleproof.cases.case import Reading, each, reading
 from staleproof.cases.finding import Finding, Key, finding
 from staleproof.cases.run import Table
 from staleproof.incidents import registry
-from staleproof.incidents.registry import INCIDENTS
+from staleproof.incidents.registry import INCIDENTS, Incident
 
+ABOUT = Incident(99, "a title", "99_a_title.ipynb", "a cause")
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
@@ -49,7 +50,7 @@ def test_closing_it_closes_the_table(monkeypatch):
         finally:
             events.append("closed")
 
-    install(monkeypatch, types.SimpleNamespace(run=run))
+    install(monkeypatch, types.SimpleNamespace(incident="fake", run=run))
     answers = registry.put_questions("fake", "cpu", lambda line: None)
     next(answers)
     answers.close()
@@ -60,6 +61,29 @@ def test_without_triton_one_line_says_so(monkeypatch):
     monkeypatch.setattr(devices, "has_triton", lambda: False)
     (found,) = registry.put_questions("mla_padding", "cpu", lambda line: None)
     assert (found.verdict, found.note) == ("not run", devices.TRITON_MISSING)
+
+
+def test_a_table_of_another_name_is_refused_before_it_is_asked(monkeypatch):
+    install(monkeypatch, Table("fakes", each("q", "rows", ["v"], pytest.fail, expect="clean")))
+    with pytest.raises(ValueError, match=r"^TABLE of fake: expected 'fake', got 'fakes'"):
+        next(registry.put_questions("fake", "cpu", print))
+
+
+@pytest.mark.parametrize(
+    ("name", "about", "said"),
+    [
+        ("kv_reuse", ABOUT, "expected a new name, got one that is there"),
+        ("ghost", ABOUT, "expected its cases in incidents/ghost/cases.py, got no such file"),
+        ("ghost", ABOUT[:4], "expected Incident.*, got "),
+        ("ghost", ABOUT._replace(number="99"), "expected Incident.*, got "),
+        ("ghost", ABOUT._replace(summary=None), "expected Incident.*, got "),
+    ],
+)
+def test_an_incident_that_is_added_is_new_and_whole(name, about, said):
+    before = dict(INCIDENTS)
+    with pytest.raises(ValueError, match=rf"^INCIDENTS\['{name}'\]: {said}"):
+        INCIDENTS[name] = about
+    assert before == INCIDENTS
 
 
 def test_incidents_are_numbered():

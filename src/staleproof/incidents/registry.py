@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from staleproof import device
+from staleproof.check import require
 
 if TYPE_CHECKING:
     from staleproof.cases.finding import Finding
@@ -21,7 +23,7 @@ class Incident(NamedTuple):
     Attributes:
         number: its chapter.
         title: the heading of its notebook.
-        notebook: file name in ``notebooks/``.
+        notebook: file name in ``notebooks/``; empty until there is one.
         summary: the cause in one sentence.
         served: questions that serve requests with a remedy.
         tried: variants of these questions that upstream or users tried as remedies.
@@ -35,7 +37,21 @@ class Incident(NamedTuple):
     tried: tuple[str, ...] = ()
 
 
-INCIDENTS: dict[str, Incident] = {
+class Incidents(dict[str, Incident]):
+    """The incidents by folder name. One that is added must be new, whole, and have its cases."""
+
+    def __setitem__(self, name: str, about: Incident) -> None:
+        where = f"INCIDENTS[{name!r}]"
+        require(name not in self, where, "a new name", "one that is there")
+        is_whole = isinstance(about, Incident) and [*map(type, about)] == [int, str, str, str, tuple, tuple]
+        require(is_whole, where, "Incident(number, title, notebook, summary)", about)
+        has_cases = (Path(__file__).parent / str(name) / "cases.py").is_file()
+        require(has_cases, where, f"its cases in incidents/{name}/cases.py", "no such file")
+        super().__setitem__(name, about)
+
+
+INCIDENTS = Incidents()
+INCIDENTS |= {
     "mla_padding": Incident(
         number=1,
         title="NaN from the empty rows of MLA decode",
@@ -98,8 +114,13 @@ INCIDENTS: dict[str, Incident] = {
 
 
 def table_of(incident: str) -> Table:
-    """The cases of one incident: ``TABLE`` in ``cases.py`` of its folder, which this imports."""
+    """The cases of one incident: ``TABLE`` in ``cases.py`` of its folder, which this imports.
+
+    Raises:
+        ValueError: the table is another incident's, under whose name its findings would be kept.
+    """
     table: Table = importlib.import_module(f"staleproof.incidents.{incident}.cases").TABLE
+    require(table.incident == incident, f"TABLE of {incident}", repr(incident), repr(table.incident))
     return table
 
 
