@@ -22,13 +22,14 @@ from fakes import MEASUREMENT, absent, clean, interrupted, leaked, one_line, ver
 from prometheus_client.samples import Sample
 from tests.made import finding, off_on_off
 
-from staleproof import device
+from staleproof import device, triage
 from staleproof.cases import children, store
 from staleproof.cases.case import Scene, each
 from staleproof.cases.finding import Finding, read_findings, write_findings
 from staleproof.cases.run import Table
 from staleproof.cli import app as cli
 from staleproof.cli import common, incidents
+from staleproof.incidents.registry import INCIDENTS
 from staleproof.kernels import moe_module
 from staleproof.report import terminal
 
@@ -74,6 +75,14 @@ def test_list_says_of_each_incident_what_is_seen_why_and_where_it_is_told(root, 
         "   notebook  notebooks/01_fake.ipynb",
         "Read notebooks/00_orientation.ipynb first. For kernels of yours: 06_audit_your_kernels.ipynb.",
     ]
+
+
+def test_list_leaves_out_what_an_incident_does_not_have_yet(root, incident, capsys, monkeypatch):
+    incident(clean)
+    monkeypatch.setattr(triage, "symptom", lambda name: "")
+    INCIDENTS.update(fake=INCIDENTS["fake"]._replace(notebook=""))
+    assert cli.main(["list"]) == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == ["1  fake: a fake", "   cause     it lies"]
 
 
 def test_run_prints_the_conclusion_and_keeps_the_findings(kept, incident, capsys):

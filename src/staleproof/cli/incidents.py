@@ -50,9 +50,10 @@ def list_() -> None:
         for field, said in (
             ("symptom", symptom(name)),
             ("cause", about.summary),
-            ("notebook", f"notebooks/{about.notebook}"),
+            ("notebook", about.notebook and f"notebooks/{about.notebook}"),
         ):
-            say(f"   {field:<10}{said}")
+            if said:
+                say(f"   {field:<10}{said}")
     say("Read notebooks/00_orientation.ipynb first. For kernels of yours: 06_audit_your_kernels.ipynb.")
     runs, spoilt = recorded_runs()
     for run in runs:
