@@ -15,6 +15,7 @@ from fakes import clean, one_line
 from staleproof import device
 from staleproof.cli import app as cli
 from staleproof.cli import common
+from staleproof.report import terminal
 from staleproof.vllm import sources
 
 
@@ -147,6 +148,7 @@ def test_a_reader_that_has_gone_is_no_verdict(monkeypatch):
     os.close(reader)
     monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
     monkeypatch.setattr(sys, "stderr", sys.stderr)  # the command may replace it
+    monkeypatch.setattr(terminal.console(), "quiet", False)  # and rich prints nothing after this
     assert cli.main(["patches", "--version", "0.18.1"]) == 141
 
 
