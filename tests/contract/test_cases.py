@@ -227,6 +227,14 @@ def test_a_module_without_kernels_is_a_broken_clause_of_yours(kernels):
     ]
 
 
+def test_two_modules_with_a_kernel_of_one_name_are_refused_before_anything_runs(kernels, monkeypatch):
+    monkeypatch.setitem(KERNELS, "other.py", KERNELS["mine.py"])
+    wrong = "modules: expected another name for each kernel, got 'mine' in mine.py and in other.py"
+    with pytest.raises(finding.RunFileError, match=wrong):
+        cases.table(["mine.py", "other.py"], lambda *_: pytest.fail("it runs"))
+    assert cases.table(["mine.py", "other.py"], lambda *_: None, only="no such kernel") == []
+
+
 # --- An audit that goes on from an earlier one
 
 SUBJECT = Subject("merge", "merge", print, package="kernels")

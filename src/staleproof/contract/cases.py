@@ -173,8 +173,12 @@ def table(
         modules: names or paths.
         begin: starts asking subjects of one release on a device, and returns at once.
         only, known, again: as for :func:`audit`.
+
+    Raises:
+        RunFileError: two modules have a kernel of one name; one's answers would replace the other's.
     """
     cases = []
+    owners: dict[tuple[str, str], str] = {}
     for module in modules:
         try:
             subjects = subjects_in(module)
@@ -194,6 +198,9 @@ def table(
                 why = f"{package} is not here" + (f"; {missing}" if missing else "")
                 cases += _cases(replace(subject, asked=left), package, _told, why=why)
             for name, release in there.items():
+                if (owner := owners.setdefault((name, subject.name), module)) != module:
+                    got = f"{subject.name!r} in {owner} and in {module}"
+                    raise RunFileError(f"modules: expected another name for each kernel, got {got}")
                 if not (left := open_clauses(subject, name, known, again)):
                     continue
                 asked = replace(subject, asked=left)
