@@ -16,10 +16,10 @@ import warm
 from staleproof.cases import children
 from staleproof.cases.finding import read_findings
 from staleproof.contract import cases, environments, scripts
-from staleproof.contract.contract import BREAKS, CLAUSES, UNDEFINED
+from staleproof.contract.contract import BREAKS, CLAUSES, UNDEFINED, breaks
 from staleproof.kernels import packages
 from staleproof.kernels.packages import Release
-from staleproof.kernels.subject import Subject, load_module, subjects_of
+from staleproof.kernels.subject import ARGUMENTS, Subject, load_module, subjects_of
 
 # A case of each kind that a probe can hand on.
 CASES = {
@@ -136,6 +136,31 @@ def test_the_same_scripts_pass_for_a_right_kernel(tmp_path, case):
     text = scripts.counterexample(OURS["mla_decode"], Release("1"), "E", case)
     done = _run(text, tmp_path, str(Path(__file__).parents[2] / "src"))
     assert done.returncode == 0, done.stderr
+
+
+LAYOUTS = {"paged": "k_cache v_cache", "mla": "kv_cache kv_lora_rank", "gathered": "k v mask"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_argument_that_a_kernel_of_attention_may_name_is_defined(tmp_path, layout):
+    others = " ".join(own for other, own in LAYOUTS.items() if other != layout).split()
+    names = ", ".join(name for name in ARGUMENTS["attention"] if name not in others)
+    right = "out[: query_start_loc[-1]] = 0\n    return out, lse.fill_(float('-inf'))"
+    (tmp_path / f"of_{layout}.py").write_text(f"def kernel({names}):\n    {right}\n")
+    kernel = load_module(str(tmp_path / f"of_{layout}.py")).kernel
+    subject = Subject("kernel", "attention", kernel, {"layout": layout})
+    texts = [scripts.counterexample(subject, Release(""), "E", case) for case in CASES["attention"]]
+    assert sum(map(bool, texts)) == (3 if layout == "gathered" else len(texts))
+    done = _run("".join(texts), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_error_of_the_script_itself_is_told():
+    broken = breaks("row of an empty request: NaN is written")
+    subject = Subject("kernel", "attention", print)
+    said = scripts.tried(broken, ["x = 1\n", "undefined\n", "assert False\n"], subject, Release(""), 1.0)
+    wrong = "its script fails: NameError: name 'undefined' is not defined"
+    assert (said.note, said.script) == (f"{broken.note}; {wrong}", "")
 
 
 def _spare_zero(q, query_start_loc):

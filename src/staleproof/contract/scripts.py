@@ -200,11 +200,13 @@ def shows(note: str, ended: children.Ended) -> bool:
 def tried(said: Reading, texts: Sequence[str], subject: Subject, release: Release, limit_s: float) -> Reading:
     """Run these scripts, and return the answer with the first one that shows it.
 
-    A script that lacks a module here is kept with a remark; its first lines say what it needs.
+    A script that lacks a module here is kept with a remark; its first lines say what it needs. If none shows
+    it, and one raised an error of its own, the note says which.
     """
     folders = [] if release.folder is None else [str(release.folder)]
     if subject.package in ("", "staleproof"):
         folders.append(str(Path(__file__).parents[2]))
+    wrong = ""
     for text in texts:
         ended = children.call(run_alone, text, folders, timeout_s=limit_s + 60)
         if shows(said.note, ended):
@@ -212,4 +214,6 @@ def tried(said: Reading, texts: Sequence[str], subject: Subject, release: Releas
         if ended.code and re.match(r"(ModuleNotFound|Import)Error: ", ended.last_line) and subject.package:
             first, rest = text.split("\n", 1)
             return replace(said, script=f"{first} Not run where it was made.\n{rest}")
-    return said
+        if ended.code and ended.code > 0:
+            wrong = wrong or f"; its script fails: {ended.last_line[:120]}"
+    return replace(said, note=said.note + wrong) if wrong else said
