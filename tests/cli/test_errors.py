@@ -43,6 +43,13 @@ from staleproof.vllm import sources
         (["audit", "no_such.module"], "modules: no_such.module: expected a Python file or a module"),
         (["audit", "--again"], "again: needs --onto"),
         (["audit", "--json", "{root}"], "--json: {root}: cannot be written: it is a folder"),
+        (["audit", "--scripts", "{root}/a_file"], "--scripts: expected a folder, got the file {root}/a_file"),
+        (
+            ["audit", "--scripts", "{root}/a_file/s"],
+            "--scripts: {root}/a_file/s/script.py: cannot be written",
+        ),
+        (["audit", "--picture", "{root}/a_file/p.svg"], "--picture: {root}/a_file/p.svg: cannot be written"),
+        (["audit", "--picture", "pic"], "--picture: expected a file that ends in .svg, got pic"),
         (["audit", "--onto", "{root}/nope.jsonl"], "--onto: {root}/nope.jsonl: cannot be read: No such file"),
         (["engine", "--json", "{root}"], "--json: {root}: cannot be written: it is a folder"),
         (["engine", "--out", "{root}/a_file"], "--out: {root}/a_file/"),

@@ -47,6 +47,7 @@ def audit(
     from staleproof.cases.finding import Finding, read_findings, write_findings
     from staleproof.contract import cases
     from staleproof.contract.contract import BREAKS, UNDEFINED
+    from staleproof.device import need_workbook
     from staleproof.report import audit as shown
     from staleproof.report import terminal
 
@@ -55,9 +56,18 @@ def audit(
             raise BadInputError(f"modules: {name}: expected a Python file or a module, and none is there")
     if again and onto is None:
         raise BadInputError("again: needs --onto, the audit whose broken clauses are asked again")
-    if json is not None:
-        with naming("--json"):
-            store.check_writable(json)
+    if picture is not None and picture.suffix != ".svg":
+        raise BadInputError(f"--picture: expected a file that ends in .svg, got {picture}")
+    if scripts is not None and scripts.is_file():
+        raise BadInputError(f"--scripts: expected a folder, got the file {scripts}")
+    # Before kernels run for minutes. Of --scripts, any file in it.
+    written = {"--json": json, "--scripts": scripts and scripts / "script.py", "--picture": picture}
+    for option, path in written.items():
+        if path is not None:
+            with naming(option):
+                store.check_writable(path)
+    if picture is not None:
+        need_workbook("pandas", "matplotlib", "seaborn")
     with naming("--onto"):
         answers: list[Finding] = read_findings(onto, recorded=False) if onto is not None else []
     with terminal.progress() as progress:

@@ -121,9 +121,6 @@ def write_scripts(rows: Sequence[Finding], folder: Path) -> int:
 
 def draw(rows: Sequence[Finding], path: Path) -> None:
     """Write the heat map, subject x clause, with a sign in each cell."""
-    from staleproof.device import need_workbook
-
-    need_workbook("matplotlib", "seaborn")
     figure = heat_map(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight")
