@@ -63,12 +63,13 @@ def test_an_audit_that_is_interrupted_leaves_no_process_and_asks_nothing_more(de
 
 
 def test_a_module_that_does_not_import_or_registers_nothing_is_a_finding(tmp_path, device):
-    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    (tmp_path / "broken.py").write_text("import torch\nimport no_such_module\n")
     (tmp_path / "nothing.py").write_text("x = 1\n")
     modules = [str(tmp_path / name) for name in ("broken.py", "nothing.py", "absent.py")]
     found = [*cases.audit(modules, device)]
     assert [(one.variant, one.question, one.failed) for one in found] == [(m, "0", True) for m in modules]
-    assert "No module named 'no_such_module'" in found[0].note
+    where = f"({tmp_path / 'broken.py'}, line 2)"
+    assert found[0].note.endswith(f"ModuleNotFoundError: No module named 'no_such_module' {where}")
     assert found[1].note == "registers no kernel"
     assert "absent.py" in found[2].note
 

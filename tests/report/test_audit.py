@@ -61,6 +61,24 @@ def test_the_table_has_a_sign_a_clause_and_a_line_a_break(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_each_reason_is_said_once_and_a_module_without_a_kernel_is_no_subject(capsys):
+    gap = replace(ROW, verdict="not run", note="not checked, no reference", script="")
+    gaps = [replace(gap, question=clause, variant=name) for name in ("decode", "verify") for clause in "EB"]
+    ran = [replace(ROWS[1], variant=name) for name in ("decode", "verify")]
+    module = replace(ROW, variant="mine.py", note="does not import: SyntaxError", script="")
+    # A package that does not import here is a subject that did not run.
+    absent = replace(gap, variant="other", note="does not import here: no libcuda")
+    audit.print_table([*gaps, *ran, module, absent])
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "not run  E B: not checked, no reference",
+        "not run  kernels 1.0 other: does not import here: no libcuda",
+        "not tested  mine.py: does not import: SyntaxError",
+        "INTERPRETED on CPU x: 2 of 3 subjects ran",
+    ]
+    audit.print_table([module])
+    assert capsys.readouterr().out.splitlines()[-1] == "INTERPRETED on CPU x: 0 of 0 subjects ran"
+
+
 def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(answers, capsys, tmp_path):
     answers(*ROWS)
     assert cli.main(["audit", "--json", str(tmp_path / "a.jsonl"), "--scripts", str(tmp_path / "s")]) == 0
@@ -69,14 +87,28 @@ def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(answers,
     assert (script.name, script.read_text()) == ("kernels_1.0_decode_E.py", "assert 0\n")
     mine = tmp_path / "mine.py"
     mine.touch()
-    for more, note in ((["--scripts", str(tmp_path / "s")], ""), ([], ""), ([], "registers no kernel")):
-        answers(replace(ROW, release="yours", expected=HOLDS, note=note), *ROWS[1:])
+    to = ["--scripts", str(tmp_path / "s")]
+    scripts, module = "add --scripts FOLDER for the counterexamples; then ", "registers no kernel"
+    for more, note, script, last, says in (
+        (to, "", "x\n", f"counterexamples: 1 in {to[1]}", "1 clause is broken"),
+        (to, "", "", "no counterexample  E  yours decode", "1 clause is broken"),
+        (
+            [],
+            "",
+            "x\n",
+            f'next: {scripts}mend the kernel, or say documented={{"E": "..."}}',
+            "1 clause is broken",
+        ),
+        ([], "", "", 'next: mend the kernel, or say documented={"E": "..."}', "1 clause is broken"),
+        # A module without a kernel has none to mend.
+        ([], module, "", "INTERPRETED on CPU x: 0 of 0 subjects ran", "1 module was not tested"),
+    ):
+        answers(replace(ROW, release="yours", expected=HOLDS, note=note, script=script))
         capsys.readouterr()
         assert cli.main(["audit", str(mine), *more]) == 1
         said = capsys.readouterr()
-        assert "staleproof: 1 clause is broken" in said.err
-        # A module without a kernel has none to mend.
-        assert ("next: add --scripts FOLDER" in said.out) is (not more and not note)
+        assert said.out.splitlines()[-1] == last
+        assert said.err == f"staleproof: {says}\n"
 
 
 def test_a_name_that_no_subject_has_is_bad_input(answers, capsys, tmp_path):

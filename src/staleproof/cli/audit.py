@@ -92,16 +92,23 @@ def audit(
     shown.print_table(answers)
     if scripts is not None:
         typer.echo(f"counterexamples: {shown.write_scripts(answers, scripts)} in {scripts}")
+        for one in shown.without_script(answers):
+            typer.echo(f"no counterexample  {one.question}  {one.release} {one.variant}")
     if picture is not None:
         shown.draw(answers, picture)
         typer.echo(f"heat map: {picture}")
     if failed := [one for one in answers if one.failed]:
-        # A module that cannot be asked has no kernel to mend.
-        if scripts is None and not failed[0].note.startswith(cases.UNASKED):
-            shows = "add --scripts FOLDER for a script that shows each break; then mend the kernel"
-            typer.echo(f'next: {shows}, or say documented={{"{failed[0].question}": "..."}}')
-        says = "1 clause is broken" if len(failed) == 1 else f"{len(failed)} clauses are broken"
-        typer.echo(f"staleproof: {says}", err=True)
+        broken = [one for one in failed if not shown.is_unasked(one)]
+        if scripts is None and broken:
+            has_script = any(one.script for one in broken)
+            shows = "add --scripts FOLDER for the counterexamples; then " if has_script else ""
+            typer.echo(f'next: {shows}mend the kernel, or say documented={{"{broken[0].question}": "..."}}')
+        says = []
+        if broken:
+            says.append("1 clause is broken" if len(broken) == 1 else f"{len(broken)} clauses are broken")
+        if unasked := len(failed) - len(broken):
+            says.append("1 module was not tested" if unasked == 1 else f"{unasked} modules were not tested")
+        typer.echo(f"staleproof: {'; '.join(says)}", err=True)
         raise typer.Exit(1)
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from staleproof import device as devices
 from staleproof.cases import children
@@ -22,7 +25,16 @@ from staleproof.cases.case import Case, Reading, Scene
 from staleproof.cases.finding import REPLICA, Evidence, Finding, Grade, Key, RunFileError
 from staleproof.cases.run import Progress, run, silent
 from staleproof.contract import binding, runner
-from staleproof.contract.contract import CONTRACT, HOLDS, TIMED_OUT, YOURS, breaks, package_of
+from staleproof.contract.contract import (
+    CONTRACT,
+    HOLDS,
+    NO_IMPORT,
+    NO_KERNEL,
+    TIMED_OUT,
+    YOURS,
+    breaks,
+    package_of,
+)
 from staleproof.contract.runner import Answers
 from staleproof.kernels import (
     fla,
@@ -47,8 +59,6 @@ SUBJECTS = tuple(
 )
 # Most of an audit is compiling; each process has a context of its own, so that a fault stays its own.
 GPU_JOBS = 8
-# What is said of a module without a kernel.
-NO_IMPORT, NO_KERNEL = UNASKED = ("does not import", "registers no kernel")
 # Kernels that must keep every clause that their documentation does not leave to the caller.
 MUST_HOLD = (YOURS, "staleproof")
 
@@ -57,8 +67,21 @@ def subjects_in(module: str) -> list[Subject]:
     """The subjects of a module. A module of the user's may end the process that imports it."""
     if module in SUBJECTS:
         return subjects_of(load_module(module))
-    found: list[Subject] = children.call(runner.listed, module, timeout_s=runner.START_S).answer()
+    ended = children.call(runner.listed, module, timeout_s=runner.START_S)
+    try:
+        found: list[Subject] = ended.answer()
+    except children.ChildError as error:
+        raise children.ChildError(f"{error}{_place(ended.stderr)}") from error
     return found
+
+
+def _place(traceback: str) -> str:
+    """Where it last was in the user's code: `` (file, line 3)``, or nothing."""
+    others = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
+    others.append(str(Path(__file__).parents[1]))
+    places = re.findall(r'^ *File "(/.+)", line (\d+)', traceback, re.MULTILINE)
+    mine = [place for place in places if not place[0].startswith((*others,))]
+    return f" ({mine[-1][0]}, line {mine[-1][1]})" if mine else ""
 
 
 def check_machine(known: Sequence[Finding], machine: str) -> None:

@@ -46,6 +46,8 @@ CLAUSES = {
 }
 # The note of clause 0 where nothing says what is right; the other clauses are asked all the same.
 NO_REFERENCE = "not checked, no reference"
+# How the note of a module begins that has no kernel to ask.
+NO_IMPORT, NO_KERNEL = UNASKED = ("does not import", "registers no kernel")
 # How the note of a clause begins that was not answered in time.
 TIMED_OUT = "no answer within"
 

@@ -80,10 +80,13 @@ def by_machine(rows: Sequence[Finding]) -> list[Finding]:
 def print_table(rows: Sequence[Finding]) -> None:
     """Print subject x clause, what each sign means, and a line for each broken clause.
 
-    Subjects that did not run are a line each with the reason.
+    Each reason why clauses were not run is a line. So are subjects that did not run, and modules that have no
+    kernel to ask.
     """
     from staleproof.contract.contract import CLAUSES
 
+    unasked = [row for row in rows if is_unasked(row)]
+    rows = [row for row in rows if not is_unasked(row)]
     clauses, lines = _clauses(rows), _lines(rows)
     ran = {name: found for name, found in lines.items() if any(row.ran for row in found.values())}
     if ran:
@@ -94,12 +97,35 @@ def print_table(rows: Sequence[Finding]) -> None:
     for row in rows:
         if row.verdict in ("breaks", "undefined"):
             typer.echo(f"{row.verdict}  {row.question}  {row.release} {row.variant}: {row.note}")
+    reasons: dict[str, set[str]] = {}
+    for found in ran.values():
+        for clause, row in found.items():
+            if not row.ran:
+                reasons.setdefault(row.note, set()).add(clause)
+    for reason, those in reasons.items():
+        typer.echo(f"not run  {' '.join(clause for clause in clauses if clause in those)}: {reason}")
     for name, found in lines.items():
         if name not in ran:
             typer.echo(f"not run  {' '.join(name)}: {next(iter(found.values())).note}")
-    for first in rows[:1]:
+    for row in unasked:
+        typer.echo(f"not tested  {row.variant}: {row.note}")
+    for first in [*rows, *unasked][:1]:
         count = f"{len(ran)} of {len(lines)} subjects ran"
         typer.echo(f"{first.provenance} on {first.machine['name']}: {count}")
+
+
+def is_unasked(row: Finding) -> bool:
+    """Whether the row is of a module that has no kernel to ask."""
+    from staleproof.contract.contract import BREAKS, UNASKED
+
+    return row.verdict == BREAKS and row.note.startswith(UNASKED)
+
+
+def without_script(rows: Sequence[Finding]) -> list[Finding]:
+    """The broken clauses that no counterexample shows."""
+    return [
+        row for row in rows if row.verdict in ("breaks", "undefined") and not (row.script or is_unasked(row))
+    ]
 
 
 def _sign(found: Finding | None) -> str:
@@ -145,7 +171,7 @@ def heat_map(rows: Sequence[Finding]) -> Any:
 
     from staleproof.report.plots import CELLS
 
-    rows = by_machine(rows)
+    rows = [row for row in by_machine(rows) if not is_unasked(row)]
     mixed = len({row.provenance for row in rows if row.ran}) > 1
     order = [*COLOURS]
     packages: dict[str, list[tuple[str, dict[str, Finding]]]] = {}
