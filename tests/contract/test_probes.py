@@ -959,6 +959,7 @@ OTHERS = [
     *(("routing", "0", route(lambda w, ids, x, rows=rows: (w, ids.index_fill(0, torch.arange(
         min(rows, len(ids)), len(ids)), 0) if rows else ids * (len(ids) > 1))), {},
        broken(f"row {rows} has [0, 0, 0, 0]", "clean")) for rows in (0, 6, 36)),
+    ("routing", "0", route(lambda w, ids, x: (w, ids.to(torch.uint32))), {}, holding()),
     ("routing", "0", stale(route()), {}, broken("not the experts with the largest logits", "clean")),
     ("routing", "0", route(lambda w, ids, x: (w, ids, x.zero_())[:2]), {},
      broken("writes to router_logits", "clean")),

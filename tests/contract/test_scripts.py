@@ -8,6 +8,7 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -330,6 +331,28 @@ def test_each_script_of_a_users_kernel_was_run_and_runs_from_anywhere(tmp_path, 
     assert (done.returncode, done.stderr) == (0, "")
     error = "IndexError" if device == "cpu" else "AcceleratorError"
     assert f"raises {error}" in broken["my_decode", "B"].note
+
+
+def test_a_script_imports_a_package_that_was_audited_by_its_path(tmp_path):
+    (tmp_path / "mine").mkdir()
+    path = tmp_path / "mine/__init__.py"
+    path.write_text("def kernel(q, out): pass")
+    seen = {"out": torch.ones(1)}
+    exec("\n".join(scripts._import(load_module(str(path)).kernel)), seen)
+    # One that writes to out may return nothing.
+    assert seen["first"](seen["kernel"](None, None)) is seen["out"]
+    assert seen["first"]((1, 2)) == 1
+
+
+def returns_a_pair_at_last(x):
+    for one in x:
+        if one:
+            return one
+    return x, x
+
+
+def test_the_last_return_of_an_adapter_is_the_last_in_its_text():
+    assert scripts._returns_pair(SimpleNamespace(function=returns_a_pair_at_last))
 
 
 @pytest.mark.parametrize(

@@ -178,10 +178,9 @@ def test_the_conclusion_is_this(monkeypatch):
     assert good[:2] == ["a: A title", "  symptom  it looks true"]
     assert good[2] == "  cause    it lies"
     # One incident is not counted twice.
-    assert good[-3:] == [
+    assert good[-2:] == [
         "  verdicts 18 as expected, 0 not as expected, 0 not run (INTERPRETED, asked of: replica)",
-        "  next     staleproof patches: does your vLLM need a patch? ()",
-        "           staleproof lab: the walkthrough, notebooks/03_a.ipynb",
+        "  next     staleproof lab: the walkthrough, notebooks/03_a.ipynb",
     ]
     # What fails by itself is not said again of each question in which it was served.
     late = [finding("a", "served a", "late", "leaked", expected="leaked")]

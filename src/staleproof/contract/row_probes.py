@@ -154,6 +154,8 @@ def _logits(shape: Shape, device: str, rows: int = ROWS, seed: int = 0) -> torch
 
 
 def _bad_ids(ids: torch.Tensor, experts: int) -> str:
+    # Unsigned integers have no comparison on a CPU.
+    ids = ids.long()
     if bool(((ids < 0) | (ids >= experts)).any()):
         return f"id {int(ids[(ids < 0) | (ids >= experts)][0])} of {experts} experts"
     for row, chosen in enumerate(ids.tolist()):

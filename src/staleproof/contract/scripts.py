@@ -59,12 +59,18 @@ def _import(function: Callable[..., Any]) -> list[str]:
     """The lines that import a function of a user's module, wherever the script is run from."""
     file = Path(inspect.getfile(function)).resolve()
     name = function.__module__.removeprefix("audited_")
+    if name == "__init__":
+        name = file.parent.name
     root = file.parents[name.count(".") + (file.name == "__init__.py")]
     installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")}
     # Whoever runs it has this package, for its decorators.
     here = root in installed or name.startswith("staleproof.")
     place = [] if here else [f"import sys; sys.path.insert(0, {str(root)!r})"]
-    return [*place, f"from {name} import {function.__name__}", _FIRST]
+    # A kernel that writes to ``out`` may return nothing.
+    first = _FIRST
+    if "out" in inspect.signature(function).parameters:
+        first = first.replace("return result", "return out if result is None else result")
+    return [*place, f"from {name} import {function.__name__}", first]
 
 
 def _source(subject: Subject, *, short: bool = False) -> list[str]:
@@ -102,10 +108,10 @@ def _named(subject: Subject) -> list[str]:
 
 
 def _returns_pair(subject: Subject) -> bool:
-    """Whether an adapter of ours returns ``out, lse``, by its last statement."""
+    """Whether an adapter of ours returns ``out, lse``, by its last ``return``."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(subject.function)))
-    last = [node for node in ast.walk(tree) if isinstance(node, ast.Return)][-1]
-    return isinstance(last.value, ast.Tuple)
+    returns = [node for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    return isinstance(max(returns, key=lambda node: node.lineno).value, ast.Tuple)
 
 
 def _scene(subject: Subject, case: Sequence[str]) -> list[str]:

@@ -143,7 +143,5 @@ def _next(name: str, about: Incident, is_wrong: bool) -> list[str]:
     if not about.notebook:
         return []
     helps = ", ".join(patch.name for patch in patches().values() if patch.incident == name)
-    return [
-        f"staleproof patches: does your vLLM need a patch? ({helps})",
-        f"staleproof lab: the walkthrough, notebooks/{about.notebook}",
-    ]
+    ask = [f"staleproof patches: does your vLLM need a patch? ({helps})"] if helps else []
+    return [*ask, f"staleproof lab: the walkthrough, notebooks/{about.notebook}"]
