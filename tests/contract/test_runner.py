@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import re
 import signal
 import sys
 import threading
@@ -552,6 +553,23 @@ def test_a_child_tells_each_answer_at_once_and_then_with_its_script(monkeypatch,
         wanted += [("k", *row) for row in told if row[0] == clause]
     assert said == wanted
     assert limits == [1] + [(5.0, True), "off"] * len(clauses)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ("hidden='three'", "hidden of k: expected a positive integer, got 'three'"),
+        ("hidden=-3", "hidden of k: expected a positive integer, got -3"),
+        ("live_rows=True", "live_rows of k: expected a positive integer, got True"),
+        ("dtype='float99'", "dtype of k: expected a dtype of torch by name, such as float16, got 'float99'"),
+        ("reference=3", "reference of k: expected a function, got 3"),
+    ],
+)
+def test_a_size_of_another_kind_is_refused_before_anything_runs(tmp_path, size, expected):
+    text = f"from staleproof import audit\n@audit.rows({size})\ndef k(x): return x\n"
+    (tmp_path / "one.py").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        runner.listed(str(tmp_path / "one.py"))
 
 
 def test_two_kernels_of_one_name_are_refused(tmp_path):

@@ -102,17 +102,37 @@ def _goes_on(first: Reading) -> bool:
     return first.verdict == HOLDS or first.note.startswith(NO_REFERENCE)
 
 
+# Sizes by what they must be.
+_FUNCTIONS = "reference", "inverse", "make"
+_COUNTS = (
+    *("hidden", "experts", "top_k", "heads", "kv_heads", "head_dim", "value_dim", "page_size"),
+    *("inner", "dim", "width", "live_rows"),
+)
+
+
 def listed(module: str) -> list[Subject]:
     """In a child: the subjects of a module, without what cannot go to another process.
 
     Raises:
-        ValueError: two kernels of one name, whose answers nothing would tell apart.
+        ValueError: two kernels of one name, whose answers nothing would tell apart, or a wrong size.
     """
+    import torch
+
     loaded = load_module(module)
     found = {subject.name: subject for subject in subjects_of(loaded)}
     for value in vars(loaded).values():
         for one in getattr(value, "__dict__", {}).get(_MARK, ()):
             require(found[one.name] is one, "name", "another for each kernel", repr(one.name))
+    for subject in found.values():
+        for name, given in subject.shape.items():
+            where = f"{name} of {subject.name}"
+            if name in _FUNCTIONS:
+                require(callable(given), where, "a function", repr(given))
+            elif name == "dtype":
+                is_dtype = isinstance(getattr(torch, str(given), None), torch.dtype)
+                require(is_dtype, where, "a dtype of torch by name, such as float16", repr(given))
+            elif name in _COUNTS:
+                require(type(given) is int and given > 0, where, "a positive integer", repr(given))
     return [replace(subject, call=print, shape={}) for subject in found.values()]
 
 
