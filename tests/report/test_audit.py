@@ -75,6 +75,8 @@ def test_each_reason_is_said_once_and_a_module_without_a_kernel_is_no_subject(ca
         "not tested  mine.py: does not import: SyntaxError",
         "INTERPRETED on CPU x: 2 of 3 subjects ran",
     ]
+    audit.print_table([*gaps[:2], *ran])
+    assert "not run  E B (decode): not checked, no reference" in capsys.readouterr().out.splitlines()
     audit.print_table([module])
     assert capsys.readouterr().out.splitlines()[-1] == "INTERPRETED on CPU x: 0 of 0 subjects ran"
 

@@ -509,6 +509,8 @@ def test_a_fact_is_known_however_it_is_spelled(name):
 SENTENCES = {
     "NaN from Qwen3 Next": ({"symptom": "nan"}, {"moe", "hybrid"}),
     "NaN, Qwen3 30B A3B": ({"symptom": "nan"}, {"moe"}),
+    "NaN from Llama 405B": ({"symptom": "nan"}, set()),
+    "NaN from Llama 4-bit": ({"symptom": "nan"}, set()),
     "NaN from Llama 4 Maverick": ({"symptom": "nan"}, {"moe"}),
     "NaN from DeepSeek-V4": ({"symptom": "nan"}, {"moe"}),
     "NaN from DeepSeek with CUDA graphs on 0.20": (
@@ -549,6 +551,7 @@ SENTENCES = {
     "OOM from a model with MLA, FlashInfer MLA": ({"symptom": "oom", "backend": "flashinfer_mla"}, {"mla"}),
     "NaN, flash attention": ({"symptom": "nan", "backend": "flash_attn"}, set()),
     # What is denied is no fact.
+    "NaN not on H100 and H200, on B200": ({"symptom": "nan", "gpu": "sm100"}, set()),
     "no NaN, but OOM not on H100 or H200 but on B200": ({"symptom": "oom", "gpu": "sm100"}, set()),
     "NaN, doesn't happen with eager; dp, no EP, not async": (
         {"symptom": "nan", "parallel": "dp", "scheduling": "sync"},
@@ -582,7 +585,8 @@ BESIDE = {
     },
     "graphs": {
         "none": "--enforce-eager, enforce_eager=True, eager, no graphs, without CUDA graphs, graphs off, "
-        "CUDA graphs disabled, graphs are off, disabled CUDA graphs",
+        "CUDA graphs disabled, graphs are off, disabled CUDA graphs, "
+        "without any CUDA graphs, without the graphs, no full CUDA graphs",
         "piecewise": "piecewise CUDA graphs",
         "full": "full graphs, enforce_eager=False and CUDA graphs",
     },

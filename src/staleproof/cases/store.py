@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -259,13 +260,21 @@ def check_writable(path: Path) -> None:
             raise RunFileError(f"{path}: cannot be written: it is a folder")
         with contextlib.suppress(FileNotFoundError):
             path.stat()
-            if not path.is_file() or any(path.samefile(f"/dev/{name}") for name in ("stdout", "stderr")):
+            if not path.is_file() or any(_is_stream(path, number) for number in (1, 2)):
                 got = "a device, a pipe or this command's output"
                 raise RunFileError(f"{path}: cannot be written: expected a plain file, got {got}")
         target = path.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         # Under a name of its own: another run may be writing.
         tempfile.NamedTemporaryFile(dir=target.parent, prefix=f"{target.name}.").close()
+
+
+def _is_stream(path: Path, number: int) -> bool:
+    """Whether this process prints into the file through this descriptor."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(number))
+    except OSError:
+        return False
 
 
 def read_kept(path: Path) -> list[Finding]:

@@ -43,6 +43,7 @@ def audit(
     """
     from itertools import groupby
 
+    from staleproof import device as devices
     from staleproof.cases import store
     from staleproof.cases.finding import Finding, read_findings, write_findings
     from staleproof.contract import cases
@@ -54,6 +55,7 @@ def audit(
     for name in modules or ():
         if not _is_there(name):
             raise BadInputError(f"modules: {name}: expected a Python file or a module, and none is there")
+    device = devices.select(device)
     if again and onto is None:
         raise BadInputError("again: needs --onto, the audit whose broken clauses are asked again")
     if picture is not None and picture.suffix != ".svg":
@@ -66,10 +68,14 @@ def audit(
         if path is not None:
             with naming(option):
                 store.check_writable(path)
+    if json is not None and picture is not None and json.resolve() == picture.resolve():
+        raise BadInputError(f"--picture: expected another file than --json, got {picture}")
     if picture is not None:
         need_workbook("pandas", "matplotlib", "seaborn")
     with naming("--onto"):
         answers: list[Finding] = read_findings(onto, recorded=False) if onto is not None else []
+    # A module that had no kernel to ask is asked again.
+    answers = [one for one in answers if not (shown.is_unasked(one) and one.variant in (modules or ()))]
     with terminal.progress() as progress:
         found = cases.audit(
             modules or cases.SUBJECTS,

@@ -80,7 +80,7 @@ def _place(traceback: str) -> str:
     others = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
     others.append(str(Path(__file__).parents[1]))
     places = re.findall(r'^ *File "(/.+)", line (\d+)', traceback, re.MULTILINE)
-    mine = [place for place in places if not place[0].startswith((*others,))]
+    mine = [place for place in places if not any(Path(place[0]).is_relative_to(one) for one in others)]
     return f" ({mine[-1][0]}, line {mine[-1][1]})" if mine else ""
 
 

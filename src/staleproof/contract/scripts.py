@@ -108,10 +108,11 @@ def _named(subject: Subject) -> list[str]:
 
 
 def _returns_pair(subject: Subject) -> bool:
-    """Whether an adapter of ours returns ``out, lse``, by its last ``return``."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(subject.function)))
-    returns = [node for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    return isinstance(max(returns, key=lambda node: node.lineno).value, ast.Tuple)
+    """Whether an adapter of ours returns ``out, lse``, by its last statement."""
+    definition = ast.parse(textwrap.dedent(inspect.getsource(subject.function))).body[0]
+    assert isinstance(definition, ast.FunctionDef), subject.name
+    last = definition.body[-1]
+    return isinstance(last, ast.Return) and isinstance(last.value, ast.Tuple)
 
 
 def _scene(subject: Subject, case: Sequence[str]) -> list[str]:

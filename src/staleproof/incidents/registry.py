@@ -51,7 +51,7 @@ class Incidents(dict[str, Incident]):
 
 
 INCIDENTS = Incidents()
-INCIDENTS |= {
+for _name, _about in {
     "mla_padding": Incident(
         number=1,
         title="NaN from the empty rows of MLA decode",
@@ -110,7 +110,8 @@ INCIDENTS |= {
         served=("burst",),
         tried=("same_step_guard", "zero_at_allocation", "withdraw_all", "reset_cache"),
     ),
-}
+}.items():
+    INCIDENTS[_name] = _about
 
 
 def table_of(incident: str) -> Table:

@@ -97,13 +97,21 @@ def print_table(rows: Sequence[Finding]) -> None:
     for row in rows:
         if row.verdict in ("breaks", "undefined"):
             typer.echo(f"{row.verdict}  {row.question}  {row.release} {row.variant}: {row.note}")
-    reasons: dict[str, set[str]] = {}
-    for found in ran.values():
+    reasons: dict[str, dict[str, dict[str, None]]] = {}
+    for (_, variant), found in ran.items():
         for clause, row in found.items():
             if not row.ran:
-                reasons.setdefault(row.note, set()).add(clause)
+                reasons.setdefault(row.note, {}).setdefault(variant, {})[clause] = None
     for reason, those in reasons.items():
-        typer.echo(f"not run  {' '.join(clause for clause in clauses if clause in those)}: {reason}")
+        subjects: dict[str, list[str]] = {}
+        for variant, missed in those.items():
+            subjects.setdefault(" ".join(missed), []).append(variant)
+        # With one group of all subjects, their names say nothing.
+        is_all = len(subjects) == 1 and len(those) == len(ran)
+        groups = [
+            missed if is_all else f"{missed} ({', '.join(names)})" for missed, names in subjects.items()
+        ]
+        typer.echo(f"not run  {', '.join(groups)}: {reason}")
     for name, found in lines.items():
         if name not in ran:
             typer.echo(f"not run  {' '.join(name)}: {next(iter(found.values())).note}")

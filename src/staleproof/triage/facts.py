@@ -50,7 +50,7 @@ MODELS = (
     (r"kimi.?linear", ("mla", "moe", "hybrid"), True),
     (r"qwen3.?next|qwen3.?5.?moe|qwen3.?5-\d+b-a\d+b", ("moe", "hybrid"), True),
     (r"qwen3.?5", ("hybrid",), False),
-    (r"gpt.?oss|llama.?4", ("moe",), True),
+    (r"gpt.?oss|llama.?4(?!\d|.?bit)", ("moe",), True),
     (r"qwen3.?moe|qwen3-\d+b-a\d+b|mixtral", ("moe",), True),
     (r"nemotron.?h|jamba|falcon.?h1|zamba|granitemoehybrid|bamba|lfm2", ("hybrid",), False),
     (r"^(llama|qwen[23]?|mistral|gemma\d?|phi3)(forcausallm)?$", (), True),
@@ -289,8 +289,8 @@ ENDING = "(?:e?s|e?d|ing)?"
 # What a sentence denies. A switch that is off, and the name of a symptom, say something themselves.
 NOT = (
     r"\b(?:no|not|never|without|neither|nor|\w+n['’]t) "
-    r"(?!(?:cuda )?graphs?\b|async|reproducib|determinis)"
-    r"(?:(?:an?|any|the|on|in|with|from|cuda|vllm|happen|occur|seen?|\S+ n?or) )*"
+    r"(?:(?:an?|any|the|on|in|with|from|cuda(?! graph)|vllm|happen|occur|seen?|\S+ n?or"
+    r"|(?:0\.[\d.]+|[a-z]+\d+\w*) and) )*+(?!(?:full |cuda )*graphs?\b|async|reproducib|determinis)"
 )
 RELEASE = r"(0\.\d+(?:\.\d+)?)\b(?! ?(?:%|(?:m?s|sec\w*|min\w*|h|hours?|[gm]i?b|of)\b))"
 # What stands before a release, the surest first: the target of an upgrade, a word, nothing.
@@ -324,7 +324,7 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     ("gpu", r"\bblackwell\b", "b200"),
     ("gpu", r"\bhopper\b", "h200"),
     ("graphs", r"\b(?:enforce.)?eager\b(?!\W*(?:false|0)\b)", "none"),
-    ("graphs", rf"\b(?:no|without|disabled?) (?:cuda )?graphs?\b|graphs? {OFF}", "none"),
+    ("graphs", rf"\b(?:no|without|disabled?) (?:(?:any|the|full|cuda) )*graphs?\b|graphs? {OFF}", "none"),
     ("graphs", r"\bpiecewise\b", "piecewise"),
     # vLLM's default is full and piecewise.
     ("graphs", r"\b(?:cuda|full) ?graphs?\b", "full"),

@@ -24,6 +24,7 @@ from staleproof.vllm.plugin import (
 )
 from staleproof.vllm.releases import last_of_series, release, table
 from staleproof.vllm.sources import PatchError, installed, numbers
+from staleproof.vllm.watch import _number as number
 from staleproof.vllm.watch import settings
 
 GROUP, NAME = "vllm.general_plugins", "staleproof"
@@ -80,10 +81,12 @@ def _warnings(version: str, decided: Sequence[Decision]) -> Iterator[str]:
     except process.RequirementError as error:
         yield str(error)
     if (probe := os.environ.get(UNKNOWN, "")) not in ("", "probe"):
-        yield f"{UNKNOWN}: expected probe, got {probe!r}"
-    port = os.environ.get(PORT, "").strip()
-    if port and not (port.isdecimal() and 0 < int(port) < 2**16):
-        yield f"{PORT}: expected 1 to {2**16 - 1}, got {port!r}: nobody can ask for the server's state"
+        yield f"{UNKNOWN}: expected probe, got {probe!r}: an unknown release is not patched"
+    try:
+        if os.environ.get(PORT):
+            number(os.environ, PORT, 1, range(1, 65536))
+    except PatchError as error:
+        yield f"{error}: nobody can ask for the server's state"
     if (switch := os.environ.get(live.SWITCH)) and Path(switch).exists():
         yield f"{live.SWITCH}: {switch} switches off the patches that it names, or all if it names none"
 
