@@ -42,6 +42,11 @@ from staleproof.vllm import sources
         (["audit", "{root}/nope.py"], "modules: {root}/nope.py: expected a Python file or a module"),
         (["audit", "no_such.module"], "modules: no_such.module: expected a Python file or a module"),
         (["audit", "--again"], "again: needs --onto"),
+        (
+            ["audit", "--json", "{root}/a.svg", "--picture", "{root}/a.svg"],
+            "--picture: expected another file than --json",
+        ),
+        (["audit", "--device", "tpu", "--json", "{root}/new/x.jsonl"], "device: expected cpu, cuda or auto"),
         (["audit", "--json", "{root}"], "--json: {root}: cannot be written: it is a folder"),
         (["audit", "--scripts", "{root}/a_file"], "--scripts: expected a folder, got the file {root}/a_file"),
         (

@@ -11,6 +11,7 @@ import pytest
 from staleproof import device as devices
 from staleproof.cases import children, finding
 from staleproof.cases.finding import Evidence, Finding, Grade, Key, read_findings, write_findings
+from staleproof.cli import app as cli
 from staleproof.cli.app import main
 from staleproof.contract import cases, runner
 from staleproof.contract.contract import BREAKS, CONTRACT, HOLDS, breaks
@@ -329,3 +330,14 @@ def test_the_command_asks_what_was_left_open_and_writes_both(tmp_path, monkeypat
     assert main([*command, "--onto", str(tmp_path / "old.jsonl")]) == 2
     machine = devices.machine().name
     assert f"onto: expected an audit of {machine}, got one of another" in capsys.readouterr().err
+
+
+def test_a_module_that_had_no_kernel_is_asked_again(tmp_path, capsys):
+    module, answers = tmp_path / "later.py", str(tmp_path / "answers.jsonl")
+    module.write_text("")
+    assert cli.main(["audit", str(module), "--json", answers]) == 1
+    module.write_text(
+        "from staleproof import audit\n@audit.rows(reference=lambda x: x)\ndef k(x): return x + 0\n"
+    )
+    assert cli.main(["audit", str(module), "--onto", answers]) == 0
+    assert "1 of 1 subjects ran" in capsys.readouterr().out
