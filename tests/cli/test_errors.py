@@ -40,7 +40,8 @@ from staleproof.vllm import sources
             "empty.jsonl: expected an audit, got an empty",
         ),
         (["audit", "{root}/nope.py"], "modules: {root}/nope.py: expected a Python file or a module"),
-        (["audit", "no_such.module"], "modules: no_such.module: expected a Python file or a module"),
+        (["audit", "typing", "no_such.module"], "modules: no_such.module: expected a Python file or a module"),
+        (["audit", "./nope"], "modules: ./nope: expected a Python file or a module"),
         (["audit", "--again"], "again: needs --onto"),
         (
             ["audit", "--json", "{root}/a.svg", "--picture", "{root}/a.svg"],
@@ -54,7 +55,7 @@ from staleproof.vllm import sources
             "--scripts: {root}/a_file/s/script.py: cannot be written",
         ),
         (["audit", "--picture", "{root}/a_file/p.svg"], "--picture: {root}/a_file/p.svg: cannot be written"),
-        (["audit", "--picture", "pic"], "--picture: expected a file that ends in .svg, got pic"),
+        (["audit", "--picture", "p.png"], "--picture: expected a file that ends in .svg, got p.png"),
         (["audit", "--onto", "{root}/nope.jsonl"], "--onto: {root}/nope.jsonl: cannot be read: No such file"),
         (["engine", "--json", "{root}"], "--json: {root}: cannot be written: it is a folder"),
         (["engine", "--out", "{root}/a_file"], "--out: {root}/a_file/"),
@@ -111,14 +112,13 @@ def test_bad_input_is_one_line_and_2(root, incident, capsys, monkeypatch, argume
     assert not root.with_name(f"{root.name}.lock").exists()
 
 
-@pytest.mark.parametrize("command", ["run", "engine"])
-def test_an_argument_that_nobody_gave_is_not_named(root, incident, capsys, command):
+@pytest.mark.parametrize(("command", "name"), [("run", "findings"), ("engine", "engine")])
+def test_an_argument_that_nobody_gave_is_not_named(root, incident, capsys, command, name):
     incident(clean)
-    for name in ("engine", "findings"):
-        (root / f"workbook/_build/{name}.jsonl").mkdir(parents=True)
+    (root / f"workbook/_build/{name}.jsonl").mkdir(parents=True)
     assert cli.main([command]) == 2
     said = one_line(capsys.readouterr().err)
-    assert re.match(r"staleproof: /.*\.jsonl: cannot be written: it is a folder", said), said
+    assert re.match(rf"staleproof: /.*/{name}\.jsonl: cannot be written: it is a folder", said), said
 
 
 @pytest.mark.parametrize(("command", "missing"), [("report", "nbformat"), ("lab", "jupyterlab")])

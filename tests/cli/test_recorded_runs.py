@@ -62,6 +62,7 @@ def test_record_on_a_cpu_writes_findings_and_no_timing(root, incident, capsys, m
     (root / "benchmarks/clear.py").write_text("raise SystemError('nothing is timed here')")
     monkeypatch.setattr(device, "select", lambda *_: "cpu")
     assert cli.main(["record"]) == 0
+    assert "verdicts 2 as expected, 0 not as expected" in capsys.readouterr().out
     (run,) = store.read_all()
     assert run.folder.name == device.machine().slug
     assert [f.verdict for f in run.findings] == ["leaked", "clean"]
@@ -81,7 +82,10 @@ def test_record_never_replaces_a_run_by_a_failed_one(root, incident, capsys, sec
     assert after == before
     assert [p.name for p in before.folder.parent.iterdir()] == [before.folder.name]
     # What was found is not lost either.
-    assert read_findings(root / "workbook/_build/findings.jsonl")[0].variant == "ours"
+    kept = root / "workbook/_build/findings.jsonl"
+    assert read_findings(kept)[0].variant == "ours"
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert second is interrupted or said.endswith(f"not recorded, a verdict is not as expected: {kept}")
 
 
 BENCHMARK = """
@@ -111,7 +115,7 @@ def test_a_wrong_result_of_ours_is_1_and_records_nothing(root, incident, capsys,
 def test_record_on_a_gpu_keeps_every_row_but_a_peers_wrong_one(root, incident, capsys, monkeypatch, tmp_path):
     incident(leaked, clean)
     path = root / "benchmarks/clear.py"
-    path.write_text(BENCHMARK.format(providers=["wrong peer", "right"], row=MEASUREMENT))
+    path.write_text(BENCHMARK.format(providers=["right", "wrong peer", "right"], row=MEASUREMENT))
     monkeypatch.setattr(device, "select", lambda *_: "cuda")
     assert cli.main(["record", "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
@@ -119,10 +123,10 @@ def test_record_on_a_gpu_keeps_every_row_but_a_peers_wrong_one(root, incident, c
     (run,) = store.read_all(tmp_path / "out")
     assert said.splitlines()[-2:] == [
         "clear, right, graph, live 1: 2 us (p20 1.9, p80 2.2)",
-        f"recorded: {run.folder} (2 findings, 1 measurements)",
+        f"recorded: {run.folder} (2 findings, 2 measurements)",
     ]
     stamp = {"provider": "right", "benchmark": "clear", "source_digest": file_digest(path)}
-    assert run.measurements == [MEASUREMENT | stamp]
+    assert run.measurements == [MEASUREMENT | stamp] * 2
     assert run.title.endswith("same source")
 
 

@@ -56,9 +56,13 @@ def test_a_run_is_recorded_only_if_that_was_asked_for(capsys, without_gpu, monke
     for more, count in (([], 0), (["--record"], 1)):
         assert cli.main(["engine", *options, *more]) == 0
         assert len([*(tmp_path / "runs").glob("*-engine")]) == count
-        assert ("recorded: " in capsys.readouterr().out) is bool(count)
+        said = capsys.readouterr().out
+        assert ("recorded: " in said, "verdicts 1 as expected" in said) == (bool(count), True)
     (folder,) = (tmp_path / "runs").iterdir()
     assert [one.key for one in read(folder).findings] == [one.key for one in found]
+    # Without a checkout they are printed, and kept nowhere.
+    monkeypatch.setattr(store, "PACKAGE", tmp_path)
+    assert cli.main(["engine", "--device", "cpu"]) == 0
 
 
 class Answers:

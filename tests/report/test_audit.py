@@ -81,7 +81,9 @@ def test_each_reason_is_said_once_and_a_module_without_a_kernel_is_no_subject(ca
     assert capsys.readouterr().out.splitlines()[-1] == "INTERPRETED on CPU x: 0 of 0 subjects ran"
 
 
-def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(answers, capsys, tmp_path):
+def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(
+    answers, capsys, monkeypatch, tmp_path
+):
     answers(*ROWS)
     assert cli.main(["audit", "--json", str(tmp_path / "a.jsonl"), "--scripts", str(tmp_path / "s")]) == 0
     assert read_findings(tmp_path / "a.jsonl", recorded=False) == ROWS
@@ -111,6 +113,16 @@ def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(answers,
         said = capsys.readouterr()
         assert said.out.splitlines()[-1] == last
         assert said.err == f"staleproof: {says}\n"
+    # The module is first, and one of two breaks has a script.
+    yours = replace(ROW, release="yours", expected=HOLDS)
+    lost = replace(yours, question="B", note=module, script="")
+    answers(lost, replace(yours, question="T", script=""), yours)
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["audit", "mine"]) == 1
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1] == f'next: {scripts}mend the kernel, or say documented={{"T": "..."}}'
+    assert said.err == "staleproof: 2 clauses are broken; 1 module was not tested\n"
 
 
 def test_a_name_that_no_subject_has_is_bad_input(answers, capsys, tmp_path):
@@ -137,9 +149,9 @@ def test_a_picture_is_drawn_of_all_answers_and_named(answers, monkeypatch, tmp_p
 def test_again_asks_what_breaks_documented_or_not(monkeypatch, tmp_path):
     asked = []
 
-    def ask(*_, again, known, limit_s, **__):
+    def ask(*_, again, known, limit_s, progress, **__):
         # What the earlier audit answered is not asked again, and a clause has a minute.
-        assert (known, limit_s) == (ROWS, 60)
+        assert (known, limit_s, callable(progress)) == (ROWS, 60, True)
         asked.append({*again})
         return iter(ROWS)
 
@@ -149,6 +161,17 @@ def test_again_asks_what_breaks_documented_or_not(monkeypatch, tmp_path):
     for option in ([], ["--again"]):
         assert cli.main(["audit", "--onto", str(path), *option]) == 0
     assert asked == [set(), {BREAKS, UNDEFINED}]
+
+
+def test_an_audit_that_is_ended_keeps_the_subjects_it_had(monkeypatch, tmp_path):
+    def ask(*_, **__):
+        yield from ROWS
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cases, "audit", ask)
+    path = tmp_path / "a.jsonl"
+    assert cli.main(["audit", "--json", str(path)]) == 130
+    assert read_findings(path, recorded=False) == ROWS[:3]
 
 
 def test_a_path_that_cannot_be_written_is_bad_input(answers, tmp_path, capsys):

@@ -536,7 +536,7 @@ SENTENCES = {
         {"symptom": "nan", "version": "0.18.1"},
         {"mla", "moe"},
     ),
-    "OOM on Llama-3.1, torch 2.11.0": ({"symptom": "oom"}, set()),
+    "OOM on Llama-3.1, torch 2.11.0, 0.20 GiB free": ({"symptom": "oom"}, set()),
     "NaN with CUTLASS MLA": ({"symptom": "nan", "backend": "cutlass_mla"}, {"mla"}),
     "NaN on 0.22.1 beside FlashInfer 0.6.18": ({"symptom": "nan", "version": "0.22.1"}, set()),
     "crash with FlashInfer CUTLASS MoE, vllm==0.20.2, EP and data parallel, no eager": (
@@ -553,7 +553,7 @@ SENTENCES = {
     # What is denied is no fact.
     "NaN not on H100 and H200, on B200": ({"symptom": "nan", "gpu": "sm100"}, set()),
     "no NaN, but OOM not on H100 or H200 but on B200": ({"symptom": "oom", "gpu": "sm100"}, set()),
-    "NaN, doesn't happen with eager; dp, no EP, not async": (
+    "NaN, doesn't happen with eager; dp, isn\N{RIGHT SINGLE QUOTATION MARK}t EP, not async": (
         {"symptom": "nan", "parallel": "dp", "scheduling": "sync"},
         set(),
     ),
@@ -563,8 +563,9 @@ SENTENCES = {
         {"symptom": "oom"},
         set(),
     ),
-    "NaN, xformers 0.0.32, slow, in 0.95 too": ({"symptom": "nan"}, set()),
+    "NaN, xformers 0.0.32, LMCache 0.3.9, slow, in 0.95 too": ({"symptom": "nan"}, set()),
     "accuracy 0.85 drops from 0.31 to 0.25": ({"symptom": "drift"}, set()),
+    "accuracy drops from 0.17.1 to 0.18.1": ({"symptom": "drift", "version": "0.18.1"}, set()),
     "NaN after 0.5 h with top_p of 0.25, not on 0.19, on 0.20": (
         {"symptom": "nan", "version": "0.20.2"},
         set(),

@@ -170,13 +170,13 @@ def test_the_release_to_upgrade_to():
         ([False, False], "b", "no defect that we know of"),
         ([False, None], "b", "not known"),
         ([None, True], None, ""),
-        ([True], "b", "upgrade to d, which needs only scale_padding"),
+        ([True], "b", "upgrade to d, which needs only none"),
         ([True], "d", "no later release has fewer of these defects"),
     ],
 )
 def test_the_upgrade_is_the_first_later_release_with_the_fewest_defects(monkeypatch, needed, release, line):
     names = "scale_padding", "unpublish"
-    defects = {"a": 0, "b": 2, "c": 2, "d": 1, "e": 1}
+    defects = {"a": 0, "b": 2, "c": 2, "d": 0, "e": 0}
     table = {r: {n: {"needed": i < count} for i, n in enumerate(names)} for r, count in defects.items()}
     monkeypatch.setattr(status, "table", lambda: table)
     monkeypatch.setattr(status, "patches", lambda: {n: vllm_plugin.patches()[n] for n in names})
@@ -257,19 +257,20 @@ def test_a_posix_locale_reads_every_file(installed, tmp_path):
     ("variables", "warning"),
     [
         ("", ""),
-        ("WATCH=0 WATCH_PORT=no PORT=9463 UNKNOWN=probe SWITCH=/nowhere REQUIRE=scale_padding,topk_nan", ""),
+        ("WATCH=false\t WATCH_PORT=no PORT=9463\t UNKNOWN=probe SWITCH=/nowhere REQUIRE=scale_padding,topk_nan", ""),
         ("WATCH=on", ""),
         ("WATCH=yes", "STALEPROOF_WATCH: expected 1, on or true, got 'yes': nothing is watched"),
         ("WATCH=1 WATCH_PORT=no", "STALEPROOF_WATCH_PORT: expected 1 to 65535, got 'no': nothing is watched"),
         ("REQUIRE=foo", "vLLM does not start: STALEPROOF_REQUIRE=foo: foo is no patch (known: mla_padding,"),
         (
             "REQUIRE=scale_padding PATCHES=topk_nan",
-            "vLLM does not start: STALEPROOF_REQUIRE=scale_padding: scale_padding is off",
+            "vLLM does not start: STALEPROOF_REQUIRE=scale_padding: scale_padding is off (STALEPROOF_PATCHES",
         ),
         ("UNKNOWN=prob", "STALEPROOF_UNKNOWN: expected probe, got 'prob'"),
         ("PORT=abc", "STALEPROOF_PORT: expected 1 to 65535, got 'abc': nobody can ask"),
         ("PORT=65536", "STALEPROOF_PORT: expected 1 to 65535, got '65536': nobody can ask"),
         ("PORT=0", "STALEPROOF_PORT: expected 1 to 65535, got '0': nobody can ask"),
+        ("PORT=\N{SUPERSCRIPT TWO}", "STALEPROOF_PORT: expected 1 to 65535, got"),
         (
             f"SWITCH={__file__}",
             f"STALEPROOF_SWITCH: {__file__} switches off the patches that it names, or all",
@@ -280,7 +281,7 @@ def test_a_variable_with_another_effect_than_it_seems_is_said(
     installed, patches, monkeypatch, variables, warning
 ):
     installed("0.22.1", FILES)
-    for name, value in (word.split("=") for word in variables.split()):
+    for name, value in (word.split("=") for word in filter(None, variables.split(" "))):
         monkeypatch.setenv(f"STALEPROOF_{name}", value)
     _, text = patches()
     assert text.count("warning: ") == bool(warning)
