@@ -116,6 +116,8 @@ def test_an_expected_word_that_a_device_gives_is_checked_too():
     case = Case(Key("", "q", "v"), "rows", lambda *_: "clean", expect=lambda device: "leeked")
     with pytest.raises(ValueError, match=r"^expect of fake, q, v: .* family rows .*got 'leeked'"):
         run(case)
+    # In every family.
+    assert Case(Key("", "q", "v"), "rows", print, expect="not run").expected("cpu") == "not run"
 
 
 def test_a_word_of_another_family_is_an_error_of_the_ask():

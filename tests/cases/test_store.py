@@ -206,19 +206,22 @@ def test_what_is_no_recorded_run_is_not_replaced(tmp_path):
 
 
 def test_what_is_no_plain_file_is_not_replaced(tmp_path):
-    fifo, loop, out = (tmp_path / name for name in ("fifo", "loop", "out"))
+    fifo, loop, away, out = (tmp_path / name for name in ("fifo", "loop", "away", "out"))
     os.mkfifo(fifo)
     loop.symlink_to(loop)
-    for path, why in ((fifo, "expected a plain file, got a device, a pipe"), (loop, "Too many levels of")):
+    # Where nobody can make a file.
+    away.symlink_to("/proc/nothing")
+    plain = "expected a plain file, got a device, a pipe"
+    for path, why in ((fifo, plain), (loop, "Too many levels of"), (away, "")):
         with pytest.raises(RunFileError, match=f"{path}: cannot be written: {why}"):
             store.check_writable(path)
-    program = "from staleproof.cases.store import *; check_writable(Path('/dev/stdout'))"
-    with out.open("w") as stdout:
-        done = subprocess.run(
-            [sys.executable, "-c", program], stdout=stdout, stderr=subprocess.PIPE, text=True
-        )
-    assert "/dev/stdout: cannot be written: expected a plain file, got a device, a pipe or" in done.stderr
-    assert {*tmp_path.iterdir()} == {fifo, loop, out}
+    for name, other in (("stdout", "stderr"), ("stderr", "stdout")):
+        program = f"from staleproof.cases.store import *; check_writable(Path('/dev/{name}'))"
+        with out.open("w") as file:
+            streams = {name: file, other: subprocess.PIPE}
+            done = subprocess.run([sys.executable, "-c", program], **streams, text=True)
+        assert f"/dev/{name}: cannot be written: {plain} or" in out.read_text() + (done.stderr or "")
+    assert {*tmp_path.iterdir()} == {fifo, loop, away, out}
 
 
 def test_a_link_stays_and_its_file_is_written(tmp_path):

@@ -618,7 +618,9 @@ def test_a_sentence_says_what_it_names(sentence):
 
 
 def test_a_kind_of_model_that_is_denied_is_known_not_to_be():
-    assert facts.from_words("OOM, a MoE without MLA").traits == {"moe": True, "mla": False}
+    for sentence, moe in (("OOM, a MoE without MLA", {"moe": True}), ("OOM without MLA", {})):
+        known = facts.from_words(sentence)
+        assert (known.traits, known.origin["model"]) == (moe | {"mla": False}, "your words")
 
 
 def test_a_name_of_which_nothing_is_known_is_no_other_model():
