@@ -40,7 +40,7 @@ from staleproof.vllm import sources
             "empty.jsonl: expected an audit, got an empty",
         ),
         (["audit", "{root}/nope.py"], "modules: {root}/nope.py: expected a Python file or a module"),
-        (["audit", "typing", "no_such.module"], "modules: no_such.module: expected a Python file or a module"),
+        (["audit", "typing", "no_such.module"], "modules: no_such.module: expected a Python file"),
         (["audit", "./nope"], "modules: ./nope: expected a Python file or a module"),
         (["audit", "--again"], "again: needs --onto"),
         (
