@@ -565,7 +565,7 @@ SENTENCES = {
     ),
     "NaN, xformers 0.0.32, LMCache 0.3.9, slow, in 0.95 too": ({"symptom": "nan"}, set()),
     "accuracy 0.85 drops from 0.31 to 0.25": ({"symptom": "drift"}, set()),
-    "accuracy drops from 0.17.1 to 0.18.1": ({"symptom": "drift", "version": "0.18.1"}, set()),
+    "accuracy drops from 0.18.1 on": ({"symptom": "drift", "version": "0.18.1"}, set()),
     "NaN after 0.5 h with top_p of 0.25, not on 0.19, on 0.20": (
         {"symptom": "nan", "version": "0.20.2"},
         set(),
