@@ -170,7 +170,7 @@ def test_the_release_to_upgrade_to():
         ([False, False], "b", "no defect that we know of"),
         ([False, None], "b", "not known"),
         ([None, True], None, ""),
-        ([True], "b", "upgrade to d, which needs only none"),
+        ([True], "b", "upgrade to d, which needs none"),
         ([True], "d", "no later release has fewer of these defects"),
     ],
 )

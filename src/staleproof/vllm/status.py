@@ -74,8 +74,7 @@ def _warnings(version: str, decided: Sequence[Decision]) -> Iterator[str]:
     """What the variables of the plugin would do here that nobody may have meant."""
     if (why := unwatched(version)) is not None:
         yield f"{why}: nothing is watched"
-    # What will be patched stands before the model is loaded.
-    states = {d.patch.name: (process.IN_PLACE if d.state == WILL else d.state, d.why) for d in decided}
+    states = {d.patch.name: (d.state, d.why) for d in decided}
     try:
         process.required(os.environ.get(process.REQUIRE), states, patches())
     except process.RequirementError as error:
@@ -170,4 +169,5 @@ def upgrade(decided: Sequence[Decision], release: str | None) -> str:
     best = min(needs, key=lambda name: len(needs[name]))
     if best == release:
         return "no later release has fewer of these defects"
-    return f"upgrade to {best}, which needs only {', '.join(needs[best]) or 'none'}"
+    only = f"only {', '.join(needs[best])}" if needs[best] else "none"
+    return f"upgrade to {best}, which needs {only}"
