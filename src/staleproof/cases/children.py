@@ -223,7 +223,7 @@ def _run_forked(env: Mapping[str, str], folder: str, path: list[str], files: Map
     os.setpgid(0, 0)
     become(env, folder, [folder, *path], files["stdout"], files["stderr"])
     sys.argv[:] = sys.argv[:1]
-    # Skip the finalizers of the server's imports: torch's deregister its operators, half a short child's time.
+    # Skip the finalizers of the server's imports: torch's deregister operators, half a short child's life.
     for finalizer in [*getattr(weakref.finalize, "_registry", ())]:
         finalizer.atexit = False
     run_order(Path(files["order"]).read_bytes())
