@@ -198,7 +198,7 @@ def test_bookkeeping_ages_nothing_and_what_it_imports_neither(package):
 
 def test_the_number_of_the_bookkeeping_goes_with_its_text():
     """Red where only the text moved. If the change could give another verdict, raise MACHINERY."""
-    assert (digest.MACHINERY, digest.bookkeeping_digest()) == (1, "e8d2c3599660")
+    assert (digest.MACHINERY, digest.bookkeeping_digest()) == (1, "aa79d2994f39")
 
 
 def test_a_file_that_moves_changes_the_digest(package):

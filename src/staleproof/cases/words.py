@@ -59,12 +59,13 @@ FAMILIES: Mapping[str, Mapping[str, Word]] = {
 }
 
 
-def word(family: str, verdict: str) -> Word:
+def word(family: str, verdict: str, name: str = "verdict") -> Word:
     """The word of a verdict.
 
     Args:
         family: a key of :data:`FAMILIES`.
         verdict: a word of it, or ``not run``, which every family has.
+        name: what the error calls it.
 
     Raises:
         UnknownWordError: naming the family and its words.
@@ -73,9 +74,10 @@ def word(family: str, verdict: str) -> Word:
         raise UnknownWordError(f"words: expected a family of {', '.join(FAMILIES)}; got {family!r}")
     if verdict == NOT_RUN:
         return _ABSENT
-    if verdict not in FAMILIES[family]:
-        known = "; ".join((*FAMILIES[family], NOT_RUN))
-        raise UnknownWordError(f"verdict: expected a word of the family {family} ({known}), got {verdict!r}")
+    # A tuple also takes a value that no dict does, such as a list.
+    if verdict not in (known := (*FAMILIES[family], NOT_RUN)):
+        words = "; ".join(known)
+        raise UnknownWordError(f"{name}: expected a word of the family {family} ({words}), got {verdict!r}")
     return FAMILIES[family][verdict]
 
 
