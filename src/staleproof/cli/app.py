@@ -60,10 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(end.__context__, BrokenPipeError):
             return 128 + 13
         return end.code if isinstance(end.code, int) else 1
-    except typer.Abort:
-        # Ctrl-C or Ctrl-D at a question.
-        typer.echo("staleproof: interrupted", err=True)
-        return 130
     except Exception as error:
         # What typer says of unknown commands and options, in one line instead of three.
         if not hasattr(error, "format_message"):

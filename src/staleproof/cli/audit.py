@@ -62,16 +62,16 @@ def audit(
         raise BadInputError(f"--picture: expected a file that ends in .svg, got {picture}")
     if scripts is not None and scripts.is_file():
         raise BadInputError(f"--scripts: expected a folder, got the file {scripts}")
+    if json is not None and picture is not None and json.resolve() == picture.resolve():
+        raise BadInputError(f"--picture: expected another file than --json, got {picture}")
+    if picture is not None:
+        need_workbook("pandas", "matplotlib", "seaborn")
     # Before kernels run for minutes. Of --scripts, any file in it.
     written = {"--json": json, "--scripts": scripts and scripts / "script.py", "--picture": picture}
     for option, path in written.items():
         if path is not None:
             with naming(option):
                 store.check_writable(path)
-    if json is not None and picture is not None and json.resolve() == picture.resolve():
-        raise BadInputError(f"--picture: expected another file than --json, got {picture}")
-    if picture is not None:
-        need_workbook("pandas", "matplotlib", "seaborn")
     with naming("--onto"):
         answers: list[Finding] = read_findings(onto, recorded=False) if onto is not None else []
     # A module that had no kernel to ask is asked again.

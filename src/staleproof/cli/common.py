@@ -62,7 +62,8 @@ def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
                 raise
             typer.echo(f"staleproof: this command needs {error.name}: pip install -e .", err=True)
             raise typer.Exit(2) from error
-        except KeyboardInterrupt as error:
+        except (KeyboardInterrupt, typer.Abort) as error:
+            # typer.Abort: at a question, also for Ctrl-D.
             typer.echo("staleproof: interrupted", err=True)
             raise typer.Exit(getattr(error, "code", 130)) from error
         finally:
