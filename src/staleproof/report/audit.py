@@ -97,19 +97,18 @@ def print_table(rows: Sequence[Finding]) -> None:
     for row in rows:
         if row.verdict in ("breaks", "undefined"):
             typer.echo(f"{row.verdict}  {row.question}  {row.release} {row.variant}: {row.note}")
-    reasons: dict[str, dict[str, dict[str, None]]] = {}
+    # Reason -> clauses -> subjects.
+    reasons: dict[str, dict[str, list[str]]] = {}
     for (_, variant), found in ran.items():
-        for clause, row in found.items():
-            if not row.ran:
-                reasons.setdefault(row.note, {}).setdefault(variant, {})[clause] = None
-    for reason, those in reasons.items():
-        subjects: dict[str, list[str]] = {}
-        for variant, missed in those.items():
-            subjects.setdefault(" ".join(missed), []).append(variant)
-        # With one group of all subjects, their names say nothing.
-        is_all = len(subjects) == 1 and len(those) == len(ran)
+        notes = dict.fromkeys(row.note for row in found.values() if not row.ran)
+        for note in notes:
+            missed = " ".join(clause for clause, row in found.items() if not row.ran and row.note == note)
+            reasons.setdefault(note, {}).setdefault(missed, []).append(variant)
+    for reason, subjects in reasons.items():
+        # The names of all subjects say nothing.
         groups = [
-            missed if is_all else f"{missed} ({', '.join(names)})" for missed, names in subjects.items()
+            missed if len(names) == len(ran) else f"{missed} ({', '.join(dict.fromkeys(names))})"
+            for missed, names in subjects.items()
         ]
         typer.echo(f"not run  {', '.join(groups)}: {reason}")
     for name, found in lines.items():
