@@ -302,7 +302,20 @@ BAD_INPUTS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "page size 8": ("kv_cache", lambda x: x[:, :8], PAGE_SIZE),
     "page size 144": ("kv_cache", lambda x: x.repeat(1, 9, 1), PAGE_SIZE),
     "no pages": ("block_table", lambda x: x[:, :0], r"block_table: expected at least one page a request"),
-    "splits": ("num_kv_splits", lambda _: 0, r"num_kv_splits: expected None or at least 1"),
+    "empty cache": ("kv_cache", lambda x: x[:0], r"kv_cache: expected at least one page, got shape"),
+    "splits": ("num_kv_splits", lambda _: 0, r"num_kv_splits: expected None or 1 to 1024, got 0"),
+    "too many splits": ("num_kv_splits", lambda _: 1025, r"num_kv_splits: expected .*, got 1025"),
+    "splits not whole": ("num_kv_splits", lambda _: 2.0, r"num_kv_splits: expected .*, got 2.0"),
+    "rank not whole": ("kv_lora_rank", lambda _: 64.0, r"kv_lora_rank: expected .*, got 64.0"),
+    "scale not a number": (
+        "softmax_scale",
+        lambda _: "x",
+        r"softmax_scale: expected a finite float, got 'x'",
+    ),
+    "scale NaN": ("softmax_scale", lambda _: float("nan"), r"softmax_scale: expected .*, got nan"),
+    "scale too large": ("softmax_scale", lambda _: 1e39, r"softmax_scale: expected .*, got 1e\+39"),
+    "factor not a number": ("k_scale", lambda _: None, r"k_scale: expected a finite float, got None"),
+    "factor infinite": ("k_scale", lambda _: float("inf"), r"k_scale: expected .*, got inf"),
 }
 
 

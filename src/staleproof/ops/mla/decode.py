@@ -22,6 +22,9 @@ import triton
 import triton.language as tl
 
 INTERPRET = device.interpreting()
+# The merge reads the splits of a row at once: for 1,024 it compiles in 3 s on an H200, for 4,096 in 27 s.
+MAX_SPLITS = 1024
+LARGEST_FACTOR = torch.finfo(torch.float32).max
 
 
 @triton.jit
@@ -324,15 +327,15 @@ def mla_decode(
     Args:
         q: (batch, heads, 576) or (batch, q_len, heads, 576), bfloat16, float16 or float32;
             up to 128 heads; last axis contiguous.
-        kv_cache: (pages, page_size, 576), dtype of q or float8_e4m3fn (on a GPU from compute capability
-            8.9 on), page_size a multiple of 16 up to 128; last axis contiguous.
+        kv_cache: (pages, page_size, 576), at least one page, dtype of q or float8_e4m3fn (on a GPU from
+            compute capability 8.9 on), page_size a multiple of 16 up to 128; last axis contiguous.
         block_table: (batch, max_pages) int32, page of each page_size tokens of a request.
         seq_lens: (batch,) int32, tokens of each request, all q_len query tokens counted.
-        softmax_scale: factor of the scores.
+        softmax_scale: factor of the scores; finite.
         kv_lora_rank: leading elements of a cached token that are its value; 512 for DeepSeek. The
             rest are rotary. Both are powers of two: 16 to 512, and 16 to 64.
-        k_scale: dequantisation factor of the cache, for keys and values.
-        num_kv_splits: programs that share the keys of a request; None chooses from the shapes.
+        k_scale: dequantisation factor of the cache, for keys and values; finite.
+        num_kv_splits: programs that share the keys of a request, 1 to 1,024; None chooses from the shapes.
         out: (*q.shape[:-1], kv_lora_rank), dtype of q, contiguous; written in place.
         lse: q.shape[:-1] float32, contiguous; written in place.
         validate: also check the values of ``seq_lens`` and ``block_table``, which waits for the
@@ -371,7 +374,7 @@ def mla_decode(
             merge(*at, out.data_ptr(), lse.data_ptr())
         return out, lse
     check.tensor("q", q, ndim=(3, 4), dtype=(torch.bfloat16, torch.float16, torch.float32))
-    if kv_lora_rank not in (16, 32, 64, 128, 256, 512):
+    if not (isinstance(kv_lora_rank, int) and kv_lora_rank in (16, 32, 64, 128, 256, 512)):
         check.fail("kv_lora_rank", "a power of two from 16 to 512", kv_lora_rank)
     batch, heads, width = q.shape[0], q.shape[-2], q.shape[-1]
     if width - kv_lora_rank not in (16, 32, 64):
@@ -386,7 +389,9 @@ def mla_decode(
     if q.stride(-1) != 1:
         check.fail("q", "a contiguous last axis", f"strides {q.stride()}")
     check.tensor("kv_cache", kv_cache, ndim=3, shape=(None, None, width), dtype=cache_dtypes(q), like=q)
-    page_size = kv_cache.shape[1]
+    pages, page_size = kv_cache.shape[:2]
+    if pages == 0:
+        check.fail("kv_cache", "at least one page", f"shape {tuple(kv_cache.shape)}")
     if page_size % 16 != 0 or not 16 <= page_size <= 128:
         expected = "a page size that is a multiple of 16 up to 128"
         check.fail("kv_cache", expected, f"shape {tuple(kv_cache.shape)}")
@@ -397,8 +402,11 @@ def mla_decode(
         got = f"shape {tuple(block_table.shape)}, strides {block_table.stride()}"
         check.fail("block_table", "at least one page a request, contiguous along a request", got)
     check.tensor("seq_lens", seq_lens, shape=(batch,), dtype=torch.int32, like=q, contiguous=True)
-    if num_kv_splits is not None and num_kv_splits < 1:
-        check.fail("num_kv_splits", "None or at least 1", num_kv_splits)
+    for name, factor in (("softmax_scale", softmax_scale), ("k_scale", k_scale)):
+        if not (isinstance(factor, (int, float)) and abs(factor) <= LARGEST_FACTOR):
+            check.fail(name, "a finite float", repr(factor))
+    if not (num_kv_splits is None or (isinstance(num_kv_splits, int) and 1 <= num_kv_splits <= MAX_SPLITS)):
+        check.fail("num_kv_splits", f"None or 1 to {MAX_SPLITS}", repr(num_kv_splits))
     lse_shape = q.shape[:-1]
     out_shape = (*lse_shape, kv_lora_rank)
     if out is not None:
