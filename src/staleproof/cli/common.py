@@ -55,7 +55,7 @@ def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(*args, **kwargs)
         except (BadInputError, DeviceError, MissingExtraError, RunFileError) as error:
-            typer.echo(f"staleproof: {error}", err=True)
+            typer.echo(f"staleproof: {' '.join(str(error).splitlines())}", err=True)
             raise typer.Exit(2) from error
         except ModuleNotFoundError as error:
             if error.name not in REQUIRED:

@@ -98,6 +98,5 @@ def watch(
             with Live() as live:
                 watching.follow(url, every, live.update)
     except (watching.WatchError, http.client.HTTPException) as error:
-        said = " ".join(str(error).split())
         expected = "expected HOST:PORT of a server with STALEPROOF_WATCH=1"
-        raise BadInputError(f"url: {expected}, got {url!r}: {said}") from error
+        raise BadInputError(f"url: {expected}, got {url!r}: {error}") from error

@@ -92,9 +92,8 @@ def health(server: str) -> dict[str, Any]:
             health = json.loads(error.read())
         return {key: health[key] for key in ("ok", "staleproof", "vllm", "patches", "processes")}
     except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
-        said = " ".join(str(error).split())
         hint = "is STALEPROOF_PORT or STALEPROOF_WATCH=1 set there?"
-        raise BadInputError(f"--live: {address} says nothing of staleproof ({said}); {hint}") from error
+        raise BadInputError(f"--live: {address} says nothing of staleproof ({error}); {hint}") from error
 
 
 def _as_text(health: dict[str, Any]) -> str:
