@@ -551,6 +551,15 @@ SENTENCES = {
     "OOM from a model with MLA, FlashInfer MLA": ({"symptom": "oom", "backend": "flashinfer_mla"}, {"mla"}),
     "NaN, flash attention": ({"symptom": "nan", "backend": "flash_attn"}, set()),
     # What is denied is no fact.
+    "fine on H100, NaN on B200": ({"symptom": "nan", "gpu": "sm100"}, set()),
+    "NaN with full CUDA graphs on 0.18.1, worked on 0.17.1 and with eager": (
+        {"symptom": "nan", "version": "0.18.1", "graphs": "full"},
+        set(),
+    ),
+    "stopped working on B200, NaN; it does not work in eager either": (
+        {"symptom": "nan", "gpu": "sm100", "graphs": "none"},
+        set(),
+    ),
     "NaN not on H100 and H200, on B200": ({"symptom": "nan", "gpu": "sm100"}, set()),
     "no NaN, but OOM not on H100 or H200 but on B200": ({"symptom": "oom", "gpu": "sm100"}, set()),
     "NaN, doesn't happen with eager; dp, isn\N{RIGHT SINGLE QUOTATION MARK}t EP, not async": (

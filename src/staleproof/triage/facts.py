@@ -292,6 +292,13 @@ NOT = (
     r"(?:(?:an?|any|the|on|in|with|from|cuda(?! graph)|vllm|happen|occur|seen?|\S+ n?or"
     r"|(?:0\.[\d.]+|[a-z]+\d+\w*) and) )*+(?!(?:full |cuda )*graphs?\b|async|reproducib|determinis)"
 )
+# What a sentence says is well, e.g. "fine on H100". Its group: "stopped" working is not well.
+WHERE = r"(?:on|in|with|under|before|until|till|up to|using) "
+FINE = (
+    r"\b((?:not|never|longer|stop\w*|to|cannot|\w+n['’]t) )?+"
+    rf"(?:fine|ok(?:ay)?|good|correct|work(?:s|ed|ing)?) {WHERE}"
+    rf"(?:(?:an?|the|vllm|full|cuda|\S+ (?:or|and)(?: {WHERE[:-1]})?) )*+[^\s,;]+"
+)
 RELEASE = r"(0\.\d+(?:\.\d+)?)\b(?! ?(?:%|(?:m?s|sec\w*|min\w*|h|hours?|[gm]i?b|of)\b))"
 # What stands before a release, the surest first: the target of an upgrade, a word, nothing.
 BEFORE = (
@@ -371,7 +378,7 @@ def _release(low: str) -> str | None:
 
 
 def from_words(text: str) -> Facts:
-    """What a sentence says: the symptom, and whatever else it names.
+    """What a sentence says: the symptom, and whatever else it names, but not where it says that all is well.
 
     Raises:
         ValueError: no symptom that we know, or a release that does not exist.
@@ -384,7 +391,7 @@ def from_words(text: str) -> Facts:
     """
     found = Facts()
     found.learn("symptom", text, "your words")
-    low = affirmed(text)
+    low = affirmed(re.sub(FINE, lambda well: well[0] if well[1] else "", text.lower()))
     if number := _release(low):
         found.learn("version", number, "your words")
     for name, pattern, word in WORDS:
