@@ -13,7 +13,7 @@ from staleproof.cli.app import main
 from staleproof.contract import contract
 from staleproof.contract.contract import BREAKS, CLAUSES, CONTRACT, HOLDS, KINDS, UNDEFINED
 from staleproof.kernels.subject import ARGUMENTS, SIZES
-from staleproof.report.audit import by_machine, print_changes
+from staleproof.report.audit import print_changes
 
 ROW = Finding(
     *(CONTRACT, "E", "decode", CONTRACT, BREAKS, "kernels 1.0"), machine={"name": "CPU"}, note="NaN"
@@ -73,18 +73,6 @@ def test_an_audit_given_twice_shows_what_each_release_changed(tmp_path, capsys):
     changed = "E  kernels 1.1 decode: holds (1.0) -> breaks: NaN"
     assert capsys.readouterr().out.splitlines() == ["1 change, 1 for the worse", changed]
     assert print_changes(path, other) == 0
-
-
-def test_a_kernel_of_two_machines_has_one_line_of_the_gpu():
-    cpu = [ROW, replace(ROW, variant="cpu only"), replace(NOT_RUN, variant="nowhere")]
-    gpu = [
-        replace(row, machine={"name": "GPU"}, provenance="MEASURED", verdict=verdict)
-        for row, verdict in zip(cpu, (HOLDS, "not run", "not run"), strict=True)
-    ]
-    found = {row.variant: (row.machine["name"], row.verdict) for row in by_machine([*cpu, *gpu])}
-    assert found["decode"] == ("GPU", HOLDS)
-    assert found["cpu only"] == ("CPU", BREAKS)
-    assert len(by_machine([*cpu, *gpu])) == 3
 
 
 def test_the_document_has_every_clause_and_counts_what_the_recorded_audits_hold():

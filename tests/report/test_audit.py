@@ -238,6 +238,8 @@ def test_of_a_kernel_that_ran_on_several_machines_the_gpu_answers_all_clauses():
     for rows in ([gpu, *ROWS[:2]], [*ROWS[:2], gpu]):
         assert audit.by_machine(rows) == [gpu]
     assert audit.by_machine([replace(gpu, verdict="not run"), *ROWS[:2]]) == ROWS[:2]
+    other = replace(ROWS[0], variant="of a CPU only")
+    assert audit.by_machine([gpu, *ROWS[:2], other]) == [gpu, other]
 
 
 def test_no_label_of_the_recorded_audits_is_cut(monkeypatch):
