@@ -272,35 +272,63 @@ NAN = (
 COLOURS = {1.0: "\U0001f7e9", 1.05: "\U0001f7e8", math.inf: "\U0001f7e5"}
 
 
-def drawn(rows: Sequence[Row]) -> dict[tuple[str, int, int], float]:
-    """(Mode, tokens, seed) of each drawn cell of MLA decode that a peer ran -> our time by the faster peer's.
+def cells(rows: Sequence[Row]) -> dict[tuple[str, int, int | None], dict[str, float]]:
+    """(Mode, tokens, seed if drawn) of each cell of MLA decode -> our time, cold, and that of each peer.
 
-    >>> row = {"drawn": 0, "mode": "bf16 batch 4, cold", "x_value": 128, "cache": "cold"}
-    >>> times = {"staleproof": 3.0, "a": 4.0, "b": 2.0}
-    >>> drawn([{**row, "provider": name, "p50": us} for name, us in times.items()])
-    {('bf16 batch 4, cold', 128, 0): 1.5}
+    >>> row = {"benchmark": "mla_decode", "mode": "bf16 batch 4, cold", "x_value": 128, "cache": "cold"}
+    >>> row["drawn"] = 0
+    >>> times = {"staleproof": 3.0, "FlashInfer 0.6 MLA fa3": 4.0, "FlashMLA of vLLM": 2.0}
+    >>> cells([{**row, "provider": name, "p50": us} for name, us in times.items()])
+    {('bf16 batch 4', 128, 0): {'ours': 3.0, 'fa3': 4.0, 'FlashMLA': 2.0}}
     """
-    times: dict[tuple[str, int, int], dict[str, float]] = {}
+    times: dict[tuple[str, int, int | None], dict[str, float]] = {}
     for row in rows:
-        if "drawn" in row and row["cache"] == "cold":
-            times.setdefault((row["mode"], row["x_value"], row["drawn"]), {})[row["provider"]] = row["p50"]
-    return {
-        cell: of["staleproof"] / min(us for name, us in of.items() if name != "staleproof")
-        for cell, of in times.items()
-        if "staleproof" in of and len(of) > 1
-    }
+        name = re.match(r"(staleproof)$|FlashInfer.* (fa\d)|(FlashMLA)", row["provider"])
+        if name and row["benchmark"] == "mla_decode" and row["cache"] == "cold":
+            cell = row["mode"].removesuffix(", cold"), row["x_value"], row.get("drawn")
+            times.setdefault(cell, {})["ours" if name[1] else name[name.lastindex]] = row["p50"]
+    return {cell: of for cell, of in times.items() if "ours" in of and len(of) > 1}
+
+
+def by_the_faster(of: Mapping[str, float]) -> float:
+    """Our time divided by that of the fastest peer.
+
+    >>> by_the_faster({"ours": 3.0, "fa3": 4.0, "FlashMLA": 2.0})
+    1.5
+    """
+    return of["ours"] / min(us for name, us in of.items() if name != "ours")
+
+
+def cell_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The table of ``workbook/mla-decode.md``: every cell, and how often and where a peer is faster."""
+    found = cells(rows)
+    ratios = {cell: by_the_faster(of) for cell, of in found.items()}
+    slow = sorted((ratio, cell) for cell, ratio in ratios.items() if ratio > 1.05)[::-1]
+    unknown = [ratio for (*_, seed), ratio in ratios.items() if seed]
+    names = "; ".join(f"{mode}, {tokens:,} tokens: {ratio:.2f}" for ratio, (mode, tokens, _) in slow)
+    yield (
+        f"Over {len(found)} cells ours takes {statistics.geometric_mean(ratios.values()):.2f} of the faster "
+        f"peer's time (geometric mean). {len(slow)} are over 1.05: {names or 'none'}. Of the {len(unknown)} "
+        f"that no constant was fitted to, the worst is {max(unknown):.2f}.\n"
+    )
+    peers = "fa2", "fa3", "FlashMLA"
+    yield f"| cell | longest, tokens | ours, us | {', us | '.join(peers)}, us | ours by the fastest |"
+    yield "|---|---|---|---|---|---|---|"
+    for (mode, tokens, _), of in found.items():
+        times = " | ".join(us(of[name]) if name in of else "" for name in ("ours", *peers))
+        yield f"| {mode} | {tokens:,} | {times} | {by_the_faster(of):.2f} |"
 
 
 def grid_lines(rows: Sequence[Row]) -> Iterator[str]:
     """The heat map: geometric mean and largest ratio of the drawn cells in each band."""
-    cells = drawn(rows)
+    ratios = {cell: by_the_faster(of) for cell, of in cells(rows).items()}
 
     def mean(ratios: Sequence[float]) -> float:
         return round(statistics.geometric_mean(ratios), 2)
 
     for says, of in (
-        ("drawn with the seed used for tuning", [r for (*_, seed), r in cells.items() if seed == 0]),
-        ("drawn with another seed", [r for (*_, seed), r in cells.items() if seed != 0]),
+        ("drawn with the seed used for tuning", [r for (*_, seed), r in ratios.items() if seed == 0]),
+        ("drawn with another seed", [r for (*_, seed), r in ratios.items() if seed]),
     ):
         if of:
             close = sum(r <= 1.05 for r in of)
@@ -315,8 +343,10 @@ def grid_lines(rows: Sequence[Row]) -> Iterator[str]:
         for first, last in pairwise(TOKENS):
             of = [
                 ratio
-                for (mode, tokens, _), ratio in cells.items()
-                if first <= tokens < last and low <= int(mode.split("batch ")[1].split()[0].strip(",")) < high
+                for (mode, tokens, seed), ratio in ratios.items()
+                if seed is not None
+                and first <= tokens < last
+                and low <= int(mode.split("batch ")[1].split()[0].strip(",")) < high
             ]
             colour = next(each for most, each in COLOURS.items() if mean(of) <= most) if of else ""
             line.append(f"{colour} {mean(of):.2f}, worst {max(of):.2f} of {len(of)}" if of else "none drawn")
@@ -432,6 +462,7 @@ def parts(run: Run) -> Iterator[tuple[str, str, str]]:
     yield "README.md", BEGIN, short(run)
     yield "README.md", BEGIN_DIAGNOSE, diagnosis()
     yield "workbook/figures.md", BEGIN, section(run)
+    yield "workbook/mla-decode.md", BEGIN, "\n".join(cell_lines(run.measurements))
 
 
 def picture() -> str:

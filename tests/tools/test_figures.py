@@ -75,11 +75,22 @@ def test_a_patch_row_says_where_it_applies_and_that_it_ran_on_a_release_that_doe
     assert line.endswith("| 0.0 | 3.0 | - |")
 
 
-def test_a_drawn_cell_is_compared_cold_and_only_where_a_peer_ran():
-    cold = {"drawn": 0, "cache": "cold"}
-    rows = [row("staleproof", 10.0, **cold), row("fa3", 8.0, **cold), row("FlashMLA", 12.5, **cold)]
-    rows += [row("staleproof", 1.0, drawn=0, cache="warm"), row("staleproof", 9.0, **cold | {"drawn": 7})]
-    assert figures.drawn(rows) == {(rows[0]["mode"], 512, 0): 1.25}
+def test_a_cell_is_compared_cold_with_the_fastest_of_the_peers_that_ran():
+    cold = {"drawn": 0, "cache": "cold", "benchmark": "mla_decode"}
+    rows = [row("staleproof", 10.0, **cold), row("FlashInfer 0.6 MLA fa3", 8.0, **cold)]
+    rows += [row("FlashMLA of vLLM", 12.5, **cold), row("limit: bytes", 1.0, **cold)]
+    rows += [
+        row("staleproof", 1.0, **cold | {"cache": "warm"}),
+        row("staleproof", 9.0, **cold | {"drawn": 7}),
+    ]
+    known = {(rows[0]["mode"], 512, 0): {"ours": 10.0, "fa3": 8.0, "FlashMLA": 12.5}}
+    assert figures.cells(rows) == known
+    said, _, _, line, _ = figures.cell_lines([*rows, *(one | {"drawn": 7, "p50": 4.0} for one in rows[:2])])
+    assert said.startswith(
+        "Over 2 cells ours takes 1.12 of the faster peer's time (geometric mean). 1 are over"
+    )
+    assert said.endswith("512 tokens: 1.25. Of the 1 that no constant was fitted to, the worst is 1.00.\n")
+    assert line.endswith("| 512 | 10.0 |  | 8.0 | 12.5 | 1.25 |")
     # It is no case of the first table.
     assert lines(rows) == {}
 
