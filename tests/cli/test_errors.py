@@ -71,18 +71,21 @@ from staleproof.vllm import sources
         (["patches", "--version", "9.9"], "--version: vLLM 9.9 is not a release we know (nearest: 0.33.0)"),
         (["patches", "--version", "main"], "--version: vLLM main is not a version"),
         (["patches", "--explain", "nope"], "--explain: unknown patch 'nope'; known: mla_padding"),
-        (["patches", "--explain", "nope", "--version", "0.18.1"], "--explain: unknown patch 'nope'"),
-        (["patches", "--explain", "mla_padding", "--json"], "--explain: prints a text; expected no --json"),
+        (["patches", "--explain", "mla_padding", "--version", "0.18.1"], "expected no --version beside it"),
+        (
+            ["patches", "--explain", "mla_padding", "--json"],
+            "--explain: prints a text about a patch; expected",
+        ),
         (
             ["patches", "--live", "a:1", "--version", "0.18.1"],
             "--live: asks a server that runs; expected no --version",
         ),
         (["patches", "--live", "a:1", "--explain", "mla_padding"], "expected no --explain beside it"),
-        (
-            ["patches", "--live", "localhost:abc"],
-            "--live: http://localhost:abc/health says nothing of stalepr",
-        ),
-        (["watch", "localhost:abc"], "got 'localhost:abc': nonnumeric port: 'abc'"),
+        (["patches", "--live", "localhost:abc"], "--live: expected HOST:PORT, the port from 1 to 65535, got"),
+        (["patches", "--live", "http://localhost:1/"], "--live: http://localhost:1/health says nothing of"),
+        (["watch", "localhost:99999"], "url: expected HOST:PORT, the port from 1 to 65535, got 'localhost:9"),
+        (["watch", "localhost"], "url: expected HOST:PORT, the port from 1 to 65535, got 'localhost'"),
+        (["watch", ""], "url: expected HOST:PORT, the port from 1 to 65535, got ''"),
         (
             ["patches"],
             "staleproof: no vLLM is installed; name a release: staleproof patches --version 0.18.1",

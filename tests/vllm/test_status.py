@@ -168,7 +168,7 @@ def test_the_release_to_upgrade_to():
     ("needed", "release", "line"),
     [
         ([False, False], "b", "no defect that we know of"),
-        ([False, None], "b", "not known"),
+        ([False, None], "b", "which it needs is not known"),
         ([None, True], None, ""),
         ([True], "b", "upgrade to d, which needs none"),
         ([True], "d", "no later release has fewer of these defects"),

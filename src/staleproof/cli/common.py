@@ -6,6 +6,7 @@ import contextlib
 import functools
 import signal
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,6 +83,16 @@ def naming(argument: str) -> Iterator[None]:
         yield
     except RunFileError as error:
         raise BadInputError(f"{argument}: {error}") from error
+
+
+def server(argument: str, given: str) -> str:
+    """The address of a server, given as HOST:PORT or whole, without a slash at its end."""
+    parts = urllib.parse.urlsplit(given if "//" in given else f"http://{given}")
+    # A port that is none raises where it is read.
+    with contextlib.suppress(ValueError):
+        if parts.hostname and (parts.port or "//" in given):
+            return parts.geturl().rstrip("/")
+    raise BadInputError(f"{argument}: expected HOST:PORT, the port from 1 to 65535, got {given!r}")
 
 
 def findings_path() -> Path:

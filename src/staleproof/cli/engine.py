@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from staleproof.cli.common import BadInputError, Device, finish, naming
+from staleproof.cli.common import BadInputError, Device, finish, naming, server
 
 
 def engine(
@@ -57,7 +57,7 @@ def engine(
             table(*(questions or ()), without=without or ()),
             device,
             progress,
-            lambda found: typer.echo(terminal.finding_text(found)),
+            lambda found: typer.echo(terminal.finding_text(found)) if found.ran else None,
             json,
             limit,
         )
@@ -82,12 +82,12 @@ def watch(
 
     from staleproof.engine import watching
 
-    # ``/metrics/`` is no page of the port.
-    url = url.rstrip("/")
     if as_json and not once:
         raise BadInputError("watch: --json needs --once")
+    # ``/metrics/`` is no page of the port.
+    address = server("url", url)
     try:
-        samples = watching.fetch(url)
+        samples = watching.fetch(address)
         if not any(sample.name == "watch_up" for sample in samples):
             raise watching.WatchError("a server answers, but no watch runs in it")
         if as_json:
@@ -96,7 +96,7 @@ def watch(
             Console().print(watching.table(samples))
         else:
             with Live() as live:
-                watching.follow(url, every, live.update)
+                watching.follow(address, every, live.update)
     except (watching.WatchError, http.client.HTTPException) as error:
         expected = "expected HOST:PORT of a server with STALEPROOF_WATCH=1"
         raise BadInputError(f"url: {expected}, got {url!r}: {error}") from error

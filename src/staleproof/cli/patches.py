@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from staleproof.cli.common import BadInputError
+from staleproof.cli.common import BadInputError, server
 
 
 def patches(
@@ -50,8 +50,9 @@ def patches(
     if live is not None and (explain is not None or version is not None):
         beside = "--explain" if explain is not None else "--version"
         raise BadInputError(f"--live: asks a server that runs; expected no {beside} beside it")
-    if explain is not None and as_json:
-        raise BadInputError("--explain: prints a text; expected no --json beside it")
+    if explain is not None and (as_json or version is not None):
+        beside = "--json" if as_json else "--version"
+        raise BadInputError(f"--explain: prints a text about a patch; expected no {beside} beside it")
     if live is not None:
         stands = health(live)
         if as_json:
@@ -80,9 +81,9 @@ def patches(
         raise typer.Exit(3)
 
 
-def health(server: str) -> dict[str, Any]:
+def health(given: str) -> dict[str, Any]:
     """Ask a server what stands in its processes; see ``staleproof.vllm.live.health``."""
-    address = f"{server if '//' in server else f'http://{server}'}/health"
+    address = f"{server('--live', given)}/health"
     try:
         try:
             with urllib.request.urlopen(address, timeout=5.0) as answer:

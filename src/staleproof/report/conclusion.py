@@ -44,18 +44,23 @@ def text(findings: Sequence[Finding], width: int = 80, *, hint: bool = True) -> 
 
 
 def not_run_line(findings: Sequence[Finding], width: int = 80, *, hint: bool = True) -> list[str]:
-    """One line for all that was not run, with the reasons that fit; no line if everything ran."""
+    """One line for all that was not run, with the reasons that fit; no line if everything ran.
+
+    Without ``hint`` nothing else says the reasons: a line for each.
+    """
     reasons = Counter(found.note or "no reason given" for found in findings if not found.ran)
     if not reasons:
         return []
-    line, rest, option = f"{NOT_RUN}:", reasons.total(), " (-v)" * hint
+    if not hint:
+        return [f"{NOT_RUN}: {count} {why}" for why, count in reasons.most_common()]
+    line, rest, option = f"{NOT_RUN}:", reasons.total(), " (-v)"
     for why, count in reasons.most_common():
         more = f"{line}{'' if line[-1] == ':' else ','} {count} {why}"
         if len(more) + len(f", {rest - count} other{option}") > width:
             break
         line, rest = more, rest - count
     if not rest:
-        return [line + " (-v lists them)"[: width - len(line)] * hint]
+        return [line + " (-v lists them)"[: width - len(line)]]
     return [f"{line} {rest}{option}" if line[-1] == ":" else f"{line}, {rest} other{option}"]
 
 

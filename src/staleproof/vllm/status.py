@@ -160,7 +160,8 @@ def upgrade(decided: Sequence[Decision], release: str | None) -> str:
     'upgrade to 0.26.0'
     """
     if not any(d.needed for d in decided):
-        return "no defect that we know of" if all(d.needed is False for d in decided) else "not known"
+        known = all(d.needed is False for d in decided)
+        return "no defect that we know of" if known else "which it needs is not known"
     if release is None:
         return ""
     later = [*table()][[*table()].index(release) :]
