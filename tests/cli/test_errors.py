@@ -22,7 +22,7 @@ from staleproof.vllm import sources
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run", "nope"], "incidents: unknown incident 'nope'; known: fake, or 1 to 1"),
+        (["run", "nope"], "incidents: unknown incident 'nope'; known: fake (1)"),
         (["run", "fak"], "did you mean fake?"),
         (["run", "--device", "tpu"], "device: expected cpu, cuda or auto, got 'tpu'"),
         (["run", "--json", "{root}/a_file/x.jsonl"], "--json: {root}/a_file/x.jsonl: cannot be written"),

@@ -166,7 +166,7 @@ def _chosen(incidents: Sequence[str] | None) -> Sequence[str]:
             close = difflib.get_close_matches(name, INCIDENTS, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             raise BadInputError(
-                f"incidents: unknown incident {name!r}; known: {', '.join(INCIDENTS)}, "
-                f"or 1 to {len(INCIDENTS)}{meant}"
+                f"incidents: unknown incident {name!r}; known: "
+                f"{', '.join(f'{known} ({about.number})' for known, about in INCIDENTS.items())}{meant}"
             )
     return [*dict.fromkeys(names)]
