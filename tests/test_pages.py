@@ -179,17 +179,6 @@ def test_the_page_of_support_is_what_the_records_say():
     assert support.PAGE.read_text() == support.page()
 
 
-def test_the_matrix_of_the_commands_is_what_a_cpu_answers():
-    read = json.loads((ROOT / "tests/incidents/readings.json").read_text())
-    page = (ROOT / "workbook/commands.md").read_text().split("## What `run` prints")[1].split("\n## ")[0]
-    questions = ("served, torch.max", "padding content", "served, fmax")
-    written = [row.split() for row in re.findall(r"^    (\w+  +\w+  +\w+  +[\w-]+)", page, re.MULTILINE)]
-    assert len(written) == 11
-    for variant, *verdicts in written:
-        said = [read.get(f"mla_padding, {question}, {variant}", "-")[0] for question in questions]
-        assert verdicts == said, variant
-
-
 def test_the_index_names_every_page():
     index = (ROOT / "workbook/index.md").read_text()
     assert [page.name for page in PAGES[2:] if f"({page.name})" not in index] == ["index.md"]

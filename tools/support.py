@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -69,10 +70,12 @@ def _per_release(cures: Sequence[tuple[str, str, str]], served: str) -> str:
     ]
     for release, patches in releases.table().items():
         cured = sorted({patch for patch, of, _ in cures if of == release})
+        states = Counter(one.state for one in plugin.decisions(release, choice=plugin.chosen("all")))
+        refused = f", {states[plugin.REFUSED]} refused there" * bool(states[plugin.REFUSED])
         rows.append(
             (
                 release,
-                str(sum(row["needed"] for row in patches.values())),
+                f"{sum(row['needed'] for row in patches.values())}{refused}",
                 "yes",
                 "yes" if release in environment.RECORDED else "-",
                 ", ".join(f"`{name}`" for name in cured) or "-",
