@@ -233,10 +233,20 @@ def test_a_model_that_we_do_not_know_is_a_note_and_no_guess():
         ("DeepseekV4ForCausalLM", {"moe"}),
         ("NemotronHForCausalLM", {"hybrid"}),
         ("LlamaForCausalLM", set()),
+        ("Qwen/Qwen3-Coder-480B-A35B-Instruct", {"moe"}),
+        ("Qwen 3 Coder Next", {"moe", "hybrid"}),
+        ("MistralLarge3ForCausalLM", {"mla", "moe"}),
+        ("deepseek-ai/DeepSeek-Coder-V2-Instruct", {"mla", "moe"}),
     ],
 )
 def test_models_by_name(name, there):
     assert {trait for trait, has in facts.traits(name).items() if has} == there
+
+
+DENSE = (
+    *("meta-llama/Llama-3.1-70B-Instruct", "Qwen/Qwen3-32B", "Qwen2.5-Coder-7B", "Qwen3ForCausalLM"),
+    *("deepseek-coder-33b-instruct", "mistralai/Mistral-7B-v0.3", "MistralForCausalLM", "google/gemma-3-27b"),
+)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +258,10 @@ def test_models_by_name(name, there):
         ("meta-llama/Llama", {"mla": False, "moe": False, "hybrid": False}),
         ("Phi3ForCausalLM", {"mla": False, "moe": False, "hybrid": False}),
         ("DeepseekV4ForCausalLM", {"moe": True}),
+        ("google/gemma-4-26B-A4B-it", {"moe": True}),
+        ("Gemma4ForCausalLM", {}),
+        *((name, {}) for name in ("qwen", "Qwen3", "mistral", "gemma", "deepseek-coder", "deepseek-llm-67b")),
+        *((name, dict.fromkeys(facts.TRAITS, False)) for name in DENSE),
     ],
 )
 def test_of_a_family_with_several_kinds_of_models_no_more_is_known_than_all_have(name, known):
@@ -509,6 +523,14 @@ def test_a_fact_is_known_however_it_is_spelled(name):
 SENTENCES = {
     "NaN from Qwen3 Next": ({"symptom": "nan"}, {"moe", "hybrid"}),
     "NaN, Qwen3 30B A3B": ({"symptom": "nan"}, {"moe"}),
+    "drift with Qwen 3 Next on 0.17": ({"symptom": "drift", "version": "0.17.1"}, {"moe", "hybrid"}),
+    "NaN, Qwen 3 235B A22B": ({"symptom": "nan"}, {"moe"}),
+    "NaN, Qwen3 Coder 480B": ({"symptom": "nan"}, {"moe"}),
+    "NaN, Qwen 3.5 397B": ({"symptom": "nan"}, {"hybrid"}),
+    "NaN, gemma 4 26b a4b": ({"symptom": "nan"}, {"moe"}),
+    "NaN, Mistral Large 3": ({"symptom": "nan"}, {"mla", "moe"}),
+    "NaN from deepseek-coder-33b": ({"symptom": "nan"}, set()),
+    "NaN from DeepSeek-Coder-V2": ({"symptom": "nan"}, {"mla", "moe"}),
     "NaN from Llama 405B": ({"symptom": "nan"}, set()),
     "NaN from Llama 4-bit": ({"symptom": "nan"}, set()),
     "NaN from Llama 4 Maverick": ({"symptom": "nan"}, {"moe"}),
@@ -633,7 +655,8 @@ def test_a_kind_of_model_that_is_denied_is_known_not_to_be():
 
 
 def test_a_name_of_which_nothing_is_known_is_no_other_model():
-    assert facts.from_words("NaN from DeepSeek R1 distill Llama 70B").traits == {}
+    for name in ("DeepSeek R1 distill Llama 70B", "DeepSeek Coder", "Gemma 4 31B", "Qwen3 on 8 GPUs"):
+        assert facts.from_words(f"NaN from {name}").traits == {}
 
 
 @pytest.mark.parametrize("version", ["vLLM 0.95", "v0.95", "on 0.95", "to 0.95", "0.95.1"])

@@ -44,16 +44,22 @@ GPUS = {
 }
 # Pattern of a model's or architecture's name -> its traits, and whether these are all of the three.
 MODELS = (
-    (r"distill", (), False),
+    (r"deepseek.?coder-(1\.3|6\.7|33)b", (), True),
+    (r"distill|deepseek.?(coder(?!.?v2)|llm)", (), False),
     (r"deepseek.?v4", ("moe",), False),
-    (r"deepseek.?(v?[23]|r1)|kimi.?k2", ("mla", "moe"), True),
+    (r"deepseek.?(v?[23]|r1|coder.?v2)|kimi.?k2|mistral.?large.?3", ("mla", "moe"), True),
     (r"kimi.?linear", ("mla", "moe", "hybrid"), True),
-    (r"qwen3.?next|qwen3.?5.?moe|qwen3.?5-\d+b-a\d+b", ("moe", "hybrid"), True),
-    (r"qwen3.?5", ("hybrid",), False),
+    (r"qwen.?3.?(coder.?)?next|qwen.?3[._]5.?moe|qwen.?3[._]5-\d+b-a\d+b", ("moe", "hybrid"), True),
+    (r"qwen.?3[._]5", ("hybrid",), False),
     (r"gpt.?oss|llama.?4(?!\d|.?bit)", ("moe",), True),
-    (r"qwen3.?moe|qwen3-\d+b-a\d+b|mixtral", ("moe",), True),
+    (r"qwen.?3.?moe|qwen.?3-((vl|omni|coder)-)?(30|235|480)b|mixtral", ("moe",), True),
     (r"nemotron.?h|jamba|falcon.?h1|zamba|granitemoehybrid|bamba|lfm2", ("hybrid",), False),
-    (r"^(llama|qwen[23]?|mistral|gemma\d?|phi3)(forcausallm)?$", (), True),
+    # As names are made: 26 B parameters, of which a token uses 4 B.
+    (r"\d+b-a\d+b", ("moe",), False),
+    (r"^llama$|^(llama|qwen[23]|mistral|gemma[23]?|phi3)forcausallm$|llama.?[23](?!\d)", (), True),
+    (r"qwen.?3-(vl-)?(0\.6|1\.7|4|8|14|32)b(?!\d)", (), True),
+    (r"qwen.?2([._]5)?-((vl|coder)-)?(0\.5|1\.5|3|7|14|32|72)b(?!\d)", (), True),
+    (r"mistral-7b|gemma.?[23](?!\d)", (), True),
 )
 # Fact -> its words -> how they are spelled.
 CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -212,8 +218,9 @@ def known_model(text: str) -> tuple[str, dict[str, bool]]:
     >>> known_model("kimi-k2-instruct"), known_model("mine")
     (('kimi-k2', {'mla': True, 'moe': True, 'hybrid': False}), ('', {}))
     """
+    name = re.sub(r"\s+", "-", text)
     for pattern, present, complete in MODELS:
-        if found := re.search(pattern, text):
+        if found := re.search(pattern, name):
             return found[0], {trait: trait in present for trait in TRAITS if complete or trait in present}
     return "", {}
 
@@ -402,7 +409,7 @@ def from_words(text: str) -> Facts:
         found.traits[trait] = False
         found.origin.setdefault("model", "your words")
     # A name may be several words: "kimi linear" first, and then "qwen3", which "qwen3 next" is not.
-    for word in [re.sub(r"\s+", "-", low), *re.findall(r"[\w./-]+", low)]:
+    for word in [low, *re.findall(r"[\w./-]+", low)]:
         name, named = known_model(word)
         if name:
             found.traits = {**named, **found.traits}
