@@ -588,6 +588,11 @@ SENTENCES = {
         {"symptom": "nan", "parallel": "dp", "scheduling": "sync"},
         set(),
     ),
+    "NaN, we don't run dp, do not use expert parallel, data parallel is not used, fp8 isn't enabled": (
+        {"symptom": "nan"},
+        set(),
+    ),
+    "NaN, the server does not run on B200": ({"symptom": "nan", "gpu": "sm100"}, set()),
     # A number is a release where it is the number of one, and no value.
     "OOM with --gpu-memory-utilization 0.95": ({"symptom": "oom"}, set()),
     "OOM with --swap-space 0.20, gpu_memory_utilization of 0.20, X_FRACTION=0.20, temperature 0.7": (
@@ -618,7 +623,8 @@ BESIDE = {
     "graphs": {
         "none": "--enforce-eager, enforce_eager=True, eager, no graphs, without CUDA graphs, graphs off, "
         "CUDA graphs disabled, graphs are off, disabled CUDA graphs, "
-        "without any CUDA graphs, without the graphs, no full CUDA graphs",
+        "without any CUDA graphs, without the graphs, no full CUDA graphs, we do not use CUDA graphs, "
+        "CUDA graphs are not used, CUDA graphs aren't enabled, not using any CUDA graphs",
         "piecewise": "piecewise CUDA graphs",
         "full": "full graphs, enforce_eager=False and CUDA graphs",
     },
@@ -627,7 +633,7 @@ BESIDE = {
     "scheduling": {
         "async": "async scheduling",
         "sync": "sync scheduling, no async scheduling, without async scheduling, async scheduling off, "
-        "async scheduling is disabled, disabled async scheduling",
+        "async scheduling is disabled, disabled async scheduling, we don't use async scheduling",
     },
     "phase": {"start": "at startup, on start", "serving": "under load, serving"},
 }
@@ -649,7 +655,11 @@ def test_a_sentence_says_what_it_names(sentence):
 
 
 def test_a_kind_of_model_that_is_denied_is_known_not_to_be():
-    for sentence, moe in (("OOM, a MoE without MLA", {"moe": True}), ("OOM without MLA", {})):
+    for sentence, moe in (
+        ("OOM, a MoE without MLA", {"moe": True}),
+        ("OOM without MLA", {}),
+        ("OOM, it does not use MLA", {}),
+    ):
         known = facts.from_words(sentence)
         assert (known.traits, known.origin["model"]) == (moe | {"mla": False}, "your words")
 

@@ -299,6 +299,15 @@ NOT = (
     r"(?:(?:an?|any|the|on|in|with|from|cuda(?! graph)|vllm|happen|occur|seen?|\S+ n?or"
     r"|(?:0\.[\d.]+|[a-z]+\d+\w*) and) )*+(?!(?:full |cuda )*graphs?\b|async|reproducib|determinis)"
 )
+# A denied verb, which means "no": "do not use dp", "CUDA graphs are not used".
+UNUSED = (
+    r"\b(?:not|never|without|\w+n['’]t) (?:us(?:e|ed|ing)|enabl(?:e|ed|ing)|have|had"
+    r"|run(?:ning)?(?= (?:any|the|cuda|full|async|data|expert|dp|ep|eager)\b))(?= \w)"
+)
+UNUSED_AFTER = (
+    r"((?:cuda |full )*graphs?|async\w*(?: scheduling)?|(?:data|expert).parallel\w*|[^\s,;]+) "
+    r"(?:(?:is|are|was|were) not|(?:is|are|was|were)n['’]t|not) (?:used|enabled|active)\b"
+)
 # What a sentence says is well, e.g. "fine on H100". Its group: "stopped" working is not well.
 WHERE = r"(?:on|in|with|under|before|until|till|up to|using) "
 FINE = (
@@ -361,13 +370,22 @@ WORDS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+def _negated(text: str) -> str:
+    """A sentence in small letters, with "no" for each denied verb.
+
+    >>> _negated("We do not use DP, graphs are not used")
+    'we do no dp, no graphs'
+    """
+    return re.sub(UNUSED, "no", re.sub(UNUSED_AFTER, r"no \1", text.lower()))
+
+
 def affirmed(text: str) -> str:
     """A sentence in small letters, without what it denies.
 
     >>> affirmed("NaN, not on H100 but on B200, no CUDA graphs")
     'nan,  but on b200, no cuda graphs'
     """
-    return re.sub(rf"{NOT}[^\s,;]+", "", text.lower()).strip()
+    return re.sub(rf"{NOT}[^\s,;]+", "", _negated(text)).strip()
 
 
 def _release(low: str) -> str | None:
@@ -405,7 +423,7 @@ def from_words(text: str) -> Facts:
         match = re.search(pattern, low)
         if match and not found.has(name):
             found.learn(name, re.sub(r"\s", "_", word or match[1]), "your words")
-    for trait in re.findall(rf"{NOT}(mla|moe|hybrid)\b", text.lower()):
+    for trait in re.findall(rf"{NOT}(mla|moe|hybrid)\b", _negated(text)):
         found.traits[trait] = False
         found.origin.setdefault("model", "your words")
     # A name may be several words: "kimi linear" first, and then "qwen3", which "qwen3 next" is not.
