@@ -112,7 +112,8 @@ def test_the_first_line_that_says_what_went_wrong_decides():
 WRITTEN = {
     "crash": "an illegal memory access was, cudaErrorIllegalAddress, CUDA_ERROR_ILLEGAL_ADDRESS",
     "oom": "CUDA out of memory, torch.OutOfMemoryError: 2 GiB, CUDA error: out of memory",
-    "nan": "Corrupted: 12 reqs, NaNs found in the logits, first live row with NaN, NaN detected, !!!!!!!!",
+    "nan": "Corrupted: 12 reqs, NaNs found in the logits, first live row with NaN, NaN detected, !!!!!!!!, "
+    "Out of range float values are not JSON compliant: nan",
 }
 
 
@@ -171,16 +172,38 @@ def test_a_day_of_throughput_lines_is_read_in_seconds():
     assert known.known == FROM_LOGS["vllm-0.18.1-oom-gb200"][0]
 
 
-def test_an_error_before_the_server_is_ready_is_one_at_start():
-    begun = "Initializing a V1 LLM engine (v0.18.1) with config: seed=0"
-    oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-    assert logs.read(f"{begun}\n{oom}").known["phase"] == "start"
-    assert logs.read(f"{begun}\n{oom}").looks_like == logs.TOO_LARGE
-    for ready in ("Application startup complete.", "Graph capturing finished in 24 secs, took 3.10 GiB"):
-        assert logs.read(f"{begun}\n{ready}\n{oom}").known["phase"] == "serving"
-    # A log without its beginning does not say when.
-    assert "phase" not in logs.read(oom).known
-    assert logs.read(oom).looks_like == ""
+BEGUN = "Initializing a V1 LLM engine (v0.18.1) with config: seed=0"
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+# Where an error is from, by a line before it.
+PHASES = {
+    "start": (
+        '  File "/opt/vllm/v1/worker/gpu_worker.py", line 340, in determine_available_memory',
+        '  File "/opt/vllm/v1/worker/gpu_model_runner.py", line 4100, in load_model',
+        "EngineCore failed to start.",
+    ),
+    "serving": (
+        "Application startup complete.",
+        "Graph capturing finished in 24 secs, took 3.10 GiB",
+        'INFO: 10.0.0.1:5 - "POST /v1/chat/completions HTTP/1.1" 200 OK',
+        "Dumping input data for V1 LLM engine (v0.18.1) with config: seed=0",
+        '  File "/opt/vllm/v1/worker/gpu_model_runner.py", line 3300, in execute_model',
+    ),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_log_says_whether_the_server_started(phase):
+    for line in PHASES[phase]:
+        known = logs.read(f"{BEGUN}\n{line}\n{OUT_OF_MEMORY}")
+        assert known.known["phase"] == phase, line
+        assert known.looks_like == (logs.TOO_LARGE if phase == "start" else "")
+
+
+def test_a_log_in_which_nothing_says_when_does_not_say_when():
+    """People paste head and tail."""
+    for text in (OUT_OF_MEMORY, f"{BEGUN}\n{OUT_OF_MEMORY}"):
+        assert "phase" not in logs.read(text).known
+        assert logs.read(text).looks_like == ""
 
 
 def test_an_engine_that_failed_to_start_did_not_serve():
@@ -189,6 +212,8 @@ def test_an_engine_that_failed_to_start_did_not_serve():
     for line in ("CUDA out of memory. Tried to allocate 2.00 GiB", "an illegal memory access"):
         assert logs.read(f"{ready}\n{line}").known["phase"] == "serving"
         assert logs.read(f"{ready}\n{line}\nEngineCore failed to start.").known["phase"] == "start"
+        # A restart is another story.
+        assert logs.read(f"{ready}\n{line}\n{PHASES['start'][0]}").known["phase"] == "serving"
 
 
 @pytest.mark.parametrize(

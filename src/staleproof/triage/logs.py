@@ -24,7 +24,8 @@ MARKS = (
     *("Asynchronous", "NVIDIA", "data_parallel", "enable_expert", "EP rank", "amba", "GDN", "GatedDelta"),
     *("init engine", "startup", "Starting vLLM", "failed to start", "llegal", "ILLEGAL", "out of memory"),
     *("OutOfMemory", "Corrupted: ", "NaN", "!!!!", "serving model", "model   ", "'model'", "fatal error"),
-    "Starting to load",
+    *("Starting to load", "JSON compliant", " in load_model", " in determine_available_memory"),
+    *(" in profile_run", " in capture_model", " in initialize_from_config"),
     *OTHERS,
 )
 TOO_LARGE = "a model that does not fit at start: fewer --max-num-seqs, a shorter --max-model-len, more GPUs"
@@ -62,8 +63,13 @@ READY = re.compile(
     r"init engine \(profile, create kv cache|Graph capturing finished|Application startup complete"
     r"|Starting vLLM (?:API )?server"
     r"|Running: [1-9]\d* reqs|EngineCore encountered a fatal error"
+    r'|" 200 OK|Dumping input data|, in execute_model\b'
 )
 FAILED_TO_START = re.compile(r"EngineCore failed to start")
+# Frames of what runs at start only.
+STARTING = re.compile(
+    r", in (?:load_model|determine_available_memory|profile_run|capture_model|initialize_from_config)\b"
+)
 IN_PLACE = re.compile(r"staleproof on vLLM \S+, this process: in place: ([\w, ]+)")
 # Symptom -> the line that says it.
 SYMPTOMS = (
@@ -71,7 +77,10 @@ SYMPTOMS = (
     ("oom", re.compile(r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory")),
     (
         "nan",
-        re.compile(r"Corrupted: [1-9]\d* reqs|NaNs? .*in .*logits|first live row with NaN|\bNaN detected"),
+        re.compile(
+            r"Corrupted: [1-9]\d* reqs|NaNs? .*in .*logits|first live row with NaN|\bNaN detected"
+            r"|not JSON compliant: nan"
+        ),
     ),
     ("nan", re.compile(r"!{8,}")),
 )
@@ -119,7 +128,7 @@ def read(text: str) -> Facts:
             facts.in_place = tuple(patched[1].replace(" ", "").split(","))
         if "symptom" not in facts.known:
             _symptom(facts, line, at, ready)
-        if FAILED_TO_START.search(line):
+        if FAILED_TO_START.search(line) or ("symptom" not in facts.known and STARTING.search(line)):
             facts.learn("phase", "start", at)
     if parallel:
         there = [name for name in ("dp", "ep") if parallel.get(name)]
@@ -142,8 +151,8 @@ def _symptom(facts: Facts, line: str, at: str, ready: bool) -> None:
     found = next((name for name, sign in SYMPTOMS if sign.search(line)), None)
     if found is not None:
         facts.learn("symptom", found, at)
-        if ready or "version" in facts.known:
-            facts.learn("phase", "serving" if ready else "start", at)
+        if ready:
+            facts.learn("phase", "serving", at)
     elif other := next((says for word, says in OTHERS.items() if word in line), None):
         facts.known["symptom"], facts.origin["symptom"], facts.looks_like = OTHER, at, other
 
