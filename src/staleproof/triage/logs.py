@@ -10,7 +10,9 @@ The first line that says what went wrong decides what the log is about. If that 
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator, Sequence
 
 from staleproof.triage import table
 from staleproof.triage.facts import GPU, OTHER, Facts, known_model
@@ -28,6 +30,8 @@ MARKS = (
     *(" in profile_run", " in capture_model", " in initialize_from_config"),
     *OTHERS,
 )
+# Lines in which marks are looked for at once.
+BLOCK = 1000
 TOO_LARGE = "a model that does not fit at start: fewer --max-num-seqs, a shorter --max-model-len, more GPUs"
 # Fact -> patterns; the last group that matches is the value.
 PATTERNS: tuple[tuple[str, str], ...] = (
@@ -101,13 +105,11 @@ def read(text: str) -> Facts:
     ({'backend': 'flashinfer_mla'}, {'mla': True})
     """
     facts = Facts(lines=COLOURS.sub("", text))
-    ready = False
+    first = READY.search(facts.lines)
+    ready = len(facts.lines[: first.end()].splitlines()) if first else math.inf
     architecture = False
     parallel: dict[str, int] = {}
-    for number, line in enumerate(facts.lines.splitlines(), 1):
-        ready = ready or bool(READY.search(line))
-        if not any(mark in line for mark in MARKS):
-            continue
+    for number, line in _marked(facts.lines.splitlines()):
         at = f"line {number}"
         if named := ARCHITECTURE.search(line):
             architecture = True
@@ -127,7 +129,7 @@ def read(text: str) -> Facts:
         if patched := IN_PLACE.search(line):
             facts.in_place = tuple(patched[1].replace(" ", "").split(","))
         if "symptom" not in facts.known:
-            _symptom(facts, line, at, ready)
+            _symptom(facts, line, at, number >= ready)
         if FAILED_TO_START.search(line) or ("symptom" not in facts.known and STARTING.search(line)):
             facts.learn("phase", "start", at)
     if parallel:
@@ -138,6 +140,17 @@ def read(text: str) -> Facts:
         facts.looks_like = TOO_LARGE
     facts.derive()
     return facts
+
+
+def _marked(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """The lines with a mark, and their numbers. A whole block without a mark is passed over at once."""
+    for start in range(0, len(lines), BLOCK):
+        block = lines[start : start + BLOCK]
+        text = "\n".join(block)
+        if marks := [mark for mark in MARKS if mark in text]:
+            for number, line in enumerate(block, start + 1):
+                if any(mark in line for mark in marks):
+                    yield number, line
 
 
 def _named(line: str) -> dict[str, bool]:
