@@ -97,6 +97,10 @@ def test_words_are_read_with_the_symptom_and_an_option_overrides_them(capsys):
     assert "version 0.18.1 (--version)" in diagnose(capsys, "--symptom", "NaN on 0.20", "--version", "0.18.1")
 
 
+def test_what_words_say_of_another_server_is_a_note(capsys):
+    assert "note: the table is of vLLM's releases" in diagnose(capsys, "--symptom", "NaN with sglang")
+
+
 def test_words_replace_what_a_log_of_another_kind_says(capsys):
     log = str(LOGS / "host-oom-killed.log")
     assert "\nnothing here fits; this looks like a host out of memory" in diagnose(capsys, log)
@@ -147,6 +151,17 @@ def test_questions_are_asked_of_a_person_and_a_bad_answer_is_asked_again(capsys,
     first = "What do you see"
     assert [line.split("?")[0] for line in asked] == [first, first, "Which vLLM release", "Which model"]
     assert "fits as far as known: undrained_ids." in text
+
+
+def test_the_first_answer_may_be_a_sentence(capsys, monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(typer, "prompt", lambda text, **_: asked.append(text) or next(answers))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    answers = iter(["NaN on vLLM 9.9.9", "NaN from DeepSeek R1 with CUDA graphs on 0.20", *[""] * 4])
+    text = " ".join(diagnose(capsys).split())
+    assert "version: vLLM 9.9.9 is not" in text
+    assert "version 0.20.2 (your words), graphs full (your words), model mla moe no hybrid" in text
+    assert {*asked} & {ASK["version"], ASK["model"], ASK["graphs"]} == set()
 
 
 def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path):

@@ -509,11 +509,12 @@ def test_a_row_of_two_patches_stands_while_one_of_them_is_missing():
 SPELLED = {
     "symptom": {
         "nan": "garbage, gibberish, NaN, !!!!, nans in logits, wrong answers, corrupted output"
-        ", runs to the token limit, data leak, leaks data across users, prompts leak between users",
+        ", runs to the token limit, data leak, leaks data across users, prompts leak between users"
+        ", the answers contain text of another user's request, an answer from another user",
         "oom": "OOM after upgrade, OOMs, out-of-memory, torch.OutOfMemoryError",
         "crash": "illegal memory access, server crashes, cudaErrorIllegalAddress, CUDA_ERROR_ILLEGAL_ADDRESS",
         "drift": "accuracy drops with uptime",
-        "leak": "oom killer, leaking",
+        "leak": "oom killer, leaking, OOM killed by kernel after 3 days, OOMKilled, killed by the kernel",
         "differs": "different logprobs, not reproducible",
     },
     "graphs": {
@@ -629,6 +630,7 @@ SENTENCES = {
         set(),
     ),
     "NaN, xformers 0.0.32, LMCache 0.3.9, slow, in 0.95 too": ({"symptom": "nan"}, set()),
+    "NaN, vLLM 1.5 times as slow": ({"symptom": "nan"}, set()),
     "accuracy 0.85 drops from 0.31 to 0.25": ({"symptom": "drift"}, set()),
     "accuracy drops from 0.18.1 on": ({"symptom": "drift", "version": "0.18.1"}, set()),
     "NaN after 0.5 h with top_p of 0.25, not on 0.19, on 0.20": (
@@ -698,9 +700,16 @@ def test_a_name_of_which_nothing_is_known_is_no_other_model():
         assert facts.from_words(f"NaN from {name}").traits == {}
 
 
-@pytest.mark.parametrize("version", ["vLLM 0.95", "v0.95", "on 0.95", "to 0.95", "0.95.1"])
+def test_another_server_gets_a_note():
+    known = facts.from_words("NaN with SGLang 0.18")
+    assert (known.known, known.notes) == ({"symptom": "nan"}, [facts.OF_VLLM])
+    for words in ("NaN in vLLM, where SGLang gives none", "NaN, fine with SGLang", "NaN, not with sglang"):
+        assert facts.from_words(words).notes == []
+
+
+@pytest.mark.parametrize("version", ["vLLM 1.0", "vLLM 0.95", "v0.95", "on 0.95", "to 0.95", "0.95.1"])
 def test_a_number_that_is_said_to_be_a_release_must_be_one(version):
-    with pytest.raises(ValueError, match=r"version: vLLM 0\.95(\.1)? is not a release we know"):
+    with pytest.raises(ValueError, match=r"version: vLLM (0\.95(\.1)?|1\.0) is not a release we know"):
         facts.from_words(f"NaN {version}")
 
 
@@ -729,6 +738,12 @@ def test_lines_fit_the_terminal(name, width, verbose):
     for line in lines:
         # Only a path or an option that is longer than the line stands alone on it.
         assert len(line) <= width or len(line.split()) == 1, line
+
+
+def test_of_rows_of_which_as_much_is_known_the_one_with_better_evidence_comes_first():
+    first = [j.row for j in judge.judge_all(of(symptom="NaN"))][:2]
+    assert [(row.key, row.grade) for row in first] == [("empty_rows", "real"), ("staging_race", "real")]
+    assert "dummy_slots" in standing(of(symptom="NaN"))
 
 
 def test_questions_end_where_no_answer_would_change_anything():

@@ -84,9 +84,7 @@ def diagnose(
             if facts.looks_like:
                 facts.notes.append(f"{facts.origin['symptom']} of the log looks like {facts.looks_like}")
                 facts.looks_like = ""
-            facts.known |= said.known
-            facts.traits |= said.traits
-            facts.origin |= said.origin
+            facts.add(said)
         for name, word in given.items():
             if word is not None and name != "symptom":
                 facts.learn(name, word, judge.option(name))
@@ -136,7 +134,7 @@ def _text(source: str) -> str:
 def _ask(facts: Facts) -> None:
     """Ask for what is not known, until no answer would change anything; Enter leaves a question open."""
     from staleproof.triage import judge
-    from staleproof.triage.facts import ASK
+    from staleproof.triage.facts import ASK, from_words
 
     asked: list[str] = []
     while (name := judge.next_question(facts, asked)) is not None:
@@ -146,7 +144,10 @@ def _ask(facts: Facts) -> None:
             if not word.strip():
                 break
             try:
-                facts.learn(name, word, "you")
+                if name == "symptom":
+                    facts.add(from_words(word))
+                else:
+                    facts.learn(name, word, "you")
                 break
             except ValueError as error:
                 typer.echo(f"  {error}; Enter if you do not know")

@@ -123,6 +123,13 @@ class Facts:
             self.known[name] = READ[name](word)
         self.origin[name] = origin
 
+    def add(self, said: Facts) -> None:
+        """Take every fact of a sentence; it replaces an earlier one."""
+        self.known |= said.known
+        self.traits |= said.traits
+        self.origin |= said.origin
+        self.notes += said.notes
+
     def has(self, name: str) -> bool:
         """Whether anything is known of this fact."""
         return name in self.known or (name == "model" and bool(self.traits))
@@ -315,7 +322,8 @@ FINE = (
     rf"(?:fine|ok(?:ay)?|good|correct|work(?:s|ed|ing)?) {WHERE}"
     rf"(?:(?:an?|the|vllm|full|cuda|\S+ (?:or|and)(?: {WHERE[:-1]})?) )*+[^\s,;]+"
 )
-RELEASE = r"(0\.\d+(?:\.\d+)?)\b(?! ?(?:%|(?:m?s|sec\w*|min\w*|h|hours?|[gm]i?b|of)\b))"
+NO_MEASURE = r"\b(?! ?(?:%|(?:m?s|sec\w*|min\w*|h|hours?|[gm]i?b|of|times)\b))"
+RELEASE = rf"(0\.\d+(?:\.\d+)?){NO_MEASURE}"
 # What stands before a release, the surest first: the target of an upgrade, a word, nothing.
 BEFORE = (
     r"\bto (?:vllm[ =v-]*|v)?",
@@ -324,7 +332,9 @@ BEFORE = (
     r"(?<![\w.-])",
 )
 # What makes a number one of something else: a package, or in two parts the value of an option or a measure.
-PACKAGE = r"\b(?:flashinfer|xformers|lmcache|nixl|aiter|transformers|staleproof)[ =v-]*$"
+SERVER = r"\b(?:sglang|tensorrt.llm|lmdeploy|ollama|llama\.cpp|tgi)\b"
+PACKAGE = rf"(?:\b(?:flashinfer|xformers|lmcache|nixl|aiter|transformers|staleproof)|{SERVER})[ =v-]*$"
+OF_VLLM = "the table is of vLLM's releases; of another server it says nothing"
 VALUE = (
     r"(?:--[\w.-]+[ =]|_\w+=|(?:\b|_)(?:utili[sz]ation|temperature|accuracy|score|gsm8k|mmlu|top.p|min.p"
     r"|penalty|threshold|drop\w*|falls?|fell)\b)"
@@ -399,7 +409,9 @@ def _release(low: str) -> str | None:
             other = re.search(PACKAGE if full else f"{PACKAGE}|{VALUE}", said)
             if not other and (full or number in known or at > match.start()):
                 return number
-    return None
+    # Refused with the nearest release, as 0.95 is.
+    unknown = re.search(rf"{BEFORE[1]}([1-9]\d*\.\d+(?:\.\d+)?){NO_MEASURE}", low)
+    return unknown and unknown[1]
 
 
 def from_words(text: str) -> Facts:
@@ -419,6 +431,8 @@ def from_words(text: str) -> Facts:
     low = affirmed(re.sub(FINE, lambda well: well[0] if well[1] else "", text.lower()))
     if number := _release(low):
         found.learn("version", number, "your words")
+    if re.search(SERVER, low) and "vllm" not in low:
+        found.notes.append(OF_VLLM)
     for name, pattern, word in WORDS:
         match = re.search(pattern, low)
         if match and not found.has(name):
