@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from staleproof.triage import table
 from staleproof.triage.facts import ASK, Facts
-from staleproof.triage.table import Row
+from staleproof.triage.table import GRADES, Row
 
 FITS, SO_FAR, ONLY_IF, MEASURED, AGAINST = (
     "fits",
@@ -53,7 +53,7 @@ class Judgement:
         return self.status != AGAINST
 
     def rank(self, symptom: str | None) -> tuple[int, ...]:
-        """Sort key, best first: status, first symptom, signs, kind of model, how much fits.
+        """Sort key, best first: status, first symptom, signs, kind of model, how much fits, evidence.
 
         Rows about hybrids come before rows about any MoE, because they are more specific: every MoE has a
         router, but not every MoE is a hybrid.
@@ -62,7 +62,8 @@ class Judgement:
         first = self.row.symptoms[0] != symptom
         models = () if "model" in self.unknown else self.row.needs.get("model", ())
         common = not any(value.startswith("hybrid") for value in models)
-        return order[self.status], first, -len(self.signs), common, -len(self.because), len(self.unknown)
+        fits, grade = -len(self.because), GRADES.index(self.row.grade)
+        return order[self.status], first, -len(self.signs), common, fits, grade, len(self.unknown)
 
     def asks(self, name: str) -> str:
         """An unknown fact by its option, with what this row needs of it.
