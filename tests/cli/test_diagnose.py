@@ -132,6 +132,12 @@ def test_json_for_programs(capsys):
 
 def test_the_whole_table(capsys):
     assert "Accuracy drops with uptime" in diagnose(capsys, "--table")
+    for other in (["--json"], ["-v"], ["--version", "0.18.1"], ["--symptom", "NaN"], [str(OOM)]):
+        assert "--table takes no other option and no log" in refused(capsys, "--table", *other)
+
+
+def test_help_names_every_quantisation(capsys):
+    assert "nvfp4, mxfp4, fp8, other, none" in " ".join(diagnose(capsys, "--help").replace("│", "").split())
 
 
 def test_questions_are_asked_of_a_person_and_a_bad_answer_is_asked_again(capsys, monkeypatch):

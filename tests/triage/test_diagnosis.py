@@ -235,11 +235,27 @@ def test_a_line_of_a_sound_server_says_nothing_is_wrong_and_nothing_of_it(line):
 
 def test_what_a_log_says_in_unknown_words_stays_unknown_with_a_note():
     known = logs.read(
-        "Initializing a V1 LLM engine (v0.18.1.dev7+gabc) with config: quantization=gguf, seed=0"
+        "Initializing a V1 LLM engine (v0.18.1.dev7+gabc) with config: quantization=fp9, seed=0"
     )
     assert known.known == {}
     assert [note.partition(": ")[0] for note in known.notes] == ["line 1", "line 1"]
     assert "development build" in known.notes[0]
+
+
+def test_a_format_that_may_hold_fp8_or_fp4_is_a_note_and_no_guess():
+    for word in ("compressed-tensors", "quark", "torchao"):
+        known = of(symptom="nan", quant=word)
+        assert known.known == {"symptom": "nan"}
+        assert known.notes == [f"--quant: {word} holds fp8, fp4 or another; say which"]
+    # It replaces no other fact.
+    known = of(quant="nvfp4")
+    known.learn("quant", "compressed-tensors", "line 1")
+    assert known.known == {"quant": "nvfp4"}
+
+
+def test_another_quantisation_rules_out_what_needs_fp8_or_fp4():
+    rows = {j.row.key for j in judge.judge_all(of(quant="awq")) if j.against}
+    assert {"fp8_scale", "scale_padding", "scale_tail"} == rows
 
 
 def test_a_model_that_we_do_not_know_is_a_note_and_no_guess():
@@ -526,6 +542,7 @@ SPELLED = {
         "mxfp4": "mxfp4, gpt_oss_mxfp4",
         "nvfp4": "NVFP4, modelopt_fp4, petit_nvfp4, fp4",
         "fp8": "FP8, modelopt, fbgemm_fp8",
+        "other": "other, AWQ, gptq_marlin, GGUF, bitsandbytes, int8",
         "none": "none, bf16, fp16, no",
     },
     "parallel": {"none": "none, no, TP", "dp": "DP", "ep": "ep", "dp+ep": "DEP, dp+ep, EP DP"},
@@ -659,7 +676,13 @@ BESIDE = {
         "piecewise": "piecewise CUDA graphs",
         "full": "full graphs, enforce_eager=False and CUDA graphs",
     },
-    "quant": {"mxfp4": "MXFP4", "nvfp4": "FP4, NVFP4", "fp8": "FP8", "none": "BF16, fp16"},
+    "quant": {
+        "mxfp4": "MXFP4",
+        "nvfp4": "FP4, NVFP4",
+        "fp8": "FP8",
+        "none": "BF16, fp16",
+        "other": "AWQ, GPTQ",
+    },
     "parallel": {"dp": "DP, data parallel", "ep": "EP, expert-parallel", "dp+ep": "DEP, dp+ep"},
     "scheduling": {
         "async": "async scheduling",

@@ -31,7 +31,7 @@ def diagnose(
     model: Annotated[str | None, typer.Option(help="A model's name, or mla, moe, hybrid, dense.")] = None,
     gpu: Annotated[str | None, typer.Option(help="e.g. h200, b200, gb200.")] = None,
     graphs: Annotated[str | None, typer.Option(help="CUDA graphs: full, piecewise, none.")] = None,
-    quant: Annotated[str | None, typer.Option(help="nvfp4, fp8, none.")] = None,
+    quant: Annotated[str | None, typer.Option(help="nvfp4, mxfp4, fp8, other, none.")] = None,
     parallel: Annotated[str | None, typer.Option(help="dp, ep, dp+ep, none.")] = None,
     backend: Annotated[str | None, typer.Option(help="Attention backend, e.g. FLASHINFER_MLA.")] = None,
     moe_backend: Annotated[str | None, typer.Option(help="e.g. flashinfer_cutlass, triton.")] = None,
@@ -60,14 +60,16 @@ def diagnose(
     from staleproof.triage import answer, judge, logs
     from staleproof.triage.facts import ASK, Facts, from_words
 
+    given = {name: word for name, word in context.params.items() if name in ASK}
     if table:
+        if any((*given.values(), paste, log, as_json, verbose)):
+            raise BadInputError("diagnose: --table takes no other option and no log")
         from rich.console import Console
 
         from staleproof.triage.table import rich_table
 
         Console().print(rich_table())
         return
-    given = {name: word for name, word in context.params.items() if name in ASK}
     if paste is not None and log is not None:
         raise BadInputError("diagnose: one log, please: an argument or --log")
     source = log if log is not None else paste

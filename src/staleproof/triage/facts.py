@@ -24,7 +24,7 @@ ASK = {
     "model": "Which model? (a name, or mla, moe, hybrid, dense)",
     "gpu": "Which GPU? (e.g. H200, B200, GB200)",
     "graphs": "Which CUDA graphs? (full, piecewise, none)",
-    "quant": "Which quantisation? (nvfp4, mxfp4, fp8, none)",
+    "quant": "Which quantisation? (nvfp4, mxfp4, fp8, other, none)",
     "parallel": "Data or expert parallel? (dp, ep, dp+ep, none)",
     "backend": "Which attention backend? (e.g. FLASHINFER_MLA, TRITON_MLA; in the log after 'Using')",
     "moe_backend": "Which MoE backend? (e.g. flashinfer_cutlass, triton)",
@@ -72,11 +72,17 @@ CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "mxfp4": ("mxfp4", "gpt_oss_mxfp4"),
         "nvfp4": ("nvfp4", "modelopt_fp4", "petit_nvfp4", "fp4"),
         "fp8": ("fp8", "modelopt", "fbgemm_fp8"),
+        "other": (
+            *("other", "awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "bitsandbytes", "bnb"),
+            *("int4", "int8", "w4a16", "moe_wna16", "hqq"),
+        ),
         "none": ("none", "bf16", "fp16", "no"),
     },
     "scheduling": {"async": ("async", "yes", "enabled"), "sync": ("sync", "no", "disabled")},
     "phase": {"start": ("start", "startup", "at start"), "serving": ("serving", "load", "under load")},
 }
+# Formats of checkpoints that hold one of several quantisations.
+FORMATS = "compressed-tensors", "quark", "torchao"
 
 
 @dataclass
@@ -119,6 +125,9 @@ class Facts:
             if not found:
                 self.notes.append(f"{origin}: {word} is no model that we know; say mla, moe, hybrid or dense")
                 return
+        elif name == "quant" and word.lower().replace("_", "-") in FORMATS:
+            self.notes.append(f"{origin}: {word} holds fp8, fp4 or another; say which")
+            return
         else:
             self.known[name] = READ[name](word)
         self.origin[name] = origin
@@ -367,6 +376,7 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     ("quant", r"\bmxfp4\b", "mxfp4"),
     ("quant", r"\b(?:nv)?fp4\b", "nvfp4"),
     ("quant", r"\bfp8\b", "fp8"),
+    ("quant", r"\b(?:awq|gptq|gguf)\b", "other"),
     ("quant", r"\b(?:bf16|fp16)\b", "none"),
     ("parallel", rf"\bdep\b|(?s:^(?=.*{DP})(?=.*{EP}))", "dp+ep"),
     ("parallel", DP, "dp"),
