@@ -44,7 +44,7 @@ def test_options_give_ranked_rows_with_evidence_patch_and_notebook(capsys):
 
 def test_a_log_as_file_as_argument_and_from_stdin_say_the_same(capsys, monkeypatch):
     by_option = diagnose(capsys, "--log", str(OOM))
-    assert "\nfits: decode_buffer. OOM after upgrade" in by_option
+    assert "\nfits: decode_buffer (evidence: replica). OOM after upgrade" in by_option
     assert diagnose(capsys, str(OOM)) == by_option
     for dash in (["-"], ["--log", "-"]):
         monkeypatch.setattr(sys, "stdin", io.StringIO(OOM.read_text()))
@@ -156,7 +156,7 @@ def test_questions_are_asked_of_a_person_and_a_bad_answer_is_asked_again(capsys,
     assert re.search("symptom: expected one of .*; Enter if you do not know\n", text)
     first = "What do you see"
     assert [line.split("?")[0] for line in asked] == [first, first, "Which vLLM release", "Which model"]
-    assert "fits as far as known: undrained_ids." in text
+    assert "fits as far as known: undrained_ids (evidence: real)." in text
 
 
 def test_the_first_answer_may_be_a_sentence(capsys, monkeypatch):

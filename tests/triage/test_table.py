@@ -181,12 +181,12 @@ note: a note
 """
 SHORT = f"""\
 {KNOWN}
-fits only if more is true: pages. a NaN
+fits only if more is true: pages (evidence: real). a NaN
    do now    --one; release: 0.19.0 or later
    confirm   run x
    patch     zero: would apply, clamp: refused. Install beside vLLM (pip install .), restart; its
              log then says in place: zero; STALEPROOF_PATCHES=none: off
-   read      notebooks/04_kv_reuse.ipynb (evidence: real)
+   read      notebooks/04_kv_reuse.ipynb; staleproof run kv_reuse
    but       --graphs full?; only if there is also a long prompt
 
 may fit as well:
@@ -214,7 +214,7 @@ FULL = f"""\
    evidence  real: third-party code showed a link of it; your server was not asked
              replica: it may [a.md]
              real: it did [kv: q / v = nan]
-   read      notebooks/04_kv_reuse.ipynb
+   read      notebooks/04_kv_reuse.ipynb; staleproof run kv_reuse
 
 2. possible, but measured otherwise: scales (scale_padding)
    sees      Inf
@@ -227,7 +227,7 @@ FULL = f"""\
    patch     none: no patch
    confirm   look
    evidence  source: released code says so; nobody ran it here
-   read      notebooks/05_the_revert.ipynb
+   read      notebooks/05_the_revert.ipynb; staleproof run scale_padding
 
 3. fits as far as known: late (mla_padding)
    sees      late
@@ -240,7 +240,7 @@ FULL = f"""\
    patch     zero: would apply
    confirm   y
    evidence  replica: at best consistent with it; no released code ran
-   read      notebooks/01_mla_padding.ipynb
+   read      notebooks/01_mla_padding.ipynb; staleproof run mla_padding
 
 may fit as well:
   rows: fits as far as known: --model mla?
@@ -269,8 +269,8 @@ def test_the_answer_is_this_in_short_and_in_full(found):
     assert answer.as_text(*found, 100, verbose=True) == FULL
     # What goes on in the next line begins below the text, or 13 columns in.
     narrow = answer.as_text(*found, 36).splitlines()
-    at = narrow.index("fits only if more is true: pages. a")
-    assert narrow[at + 1] == " " * 13 + "NaN"
+    at = narrow.index("fits only if more is true: pages")
+    assert narrow[at + 1] == " " * 13 + "(evidence: real). a NaN"
     # A line of 200 columns is hard to read.
     assert answer.as_text(*found, 200) == SHORT
     known, rows = found
@@ -309,7 +309,7 @@ def test_the_answer_for_programs_is_this(found):
         *("flag {flag} release", "release {release} patch", "confirm {confirm} evidence"),
         "patch {patches[0][patch]}: {patches[0][state]} ({patches[0][why]})",
         "patch {patches[1][patch]}: {patches[1][state]} ({patches[1][why]})",
-        *("evidence {ceiling}", "read {notebook}"),
+        *("evidence {ceiling}", "read {notebook}; staleproof run {incident}"),
         "{evidence[0][grade]}: {evidence[0][says]} [{evidence[0][rests_on]}]",
         "{evidence[1][grade]}: {evidence[1][says]} [{evidence[1][rests_on]}] read",
     ):

@@ -157,13 +157,13 @@ def _short(facts: Facts, found: list[Judgement], width: int) -> Iterator[str]:
     patched = ", ".join(f"{patch}: {state}" for patch, state, _ in lines) or "none"
     decides = dict.fromkeys(first.asks(name) for name in first.unknown)
     more = [*decides, *([f"only if there is also {row.also}"] if row.also else []), *first.measured]
-    yield from _wrap(f"{first.status}: ", f"{row.key}. {plain(row.see)}", width)
+    yield from _wrap(f"{first.status}: ", f"{row.key} (evidence: {row.grade}). {plain(row.see)}", width)
     yield from _fields(
         width,
         ("do now", f"{plain(row.flag)}; release: {row.release}"),
         ("confirm", plain(row.confirm)),
         ("patch", ". ".join(filter(None, (patched, use_of(lines))))),
-        ("read", f"notebooks/{row.notebook} (evidence: {ceiling(row).partition(':')[0]})"),
+        ("read", f"notebooks/{row.notebook}; staleproof run {row.incident}"),
         ("but", "; ".join(more)),
     )
     if others:
@@ -230,7 +230,7 @@ def _row(number: int, j: Judgement, facts: Facts, standing: list[Judgement], wid
         ("confirm", plain(row.confirm)),
         ("evidence", ceiling(row)),
         *(("", f"{e.grade}: {e.says} [{e.rests_on}]") for e in row.evidence if number == 1),
-        ("read", f"notebooks/{row.notebook}"),
+        ("read", f"notebooks/{row.notebook}; staleproof run {row.incident}"),
     )
 
 
