@@ -639,6 +639,10 @@ SENTENCES = {
         {"symptom": "nan"},
         set(),
     ),
+    "NaN, we have not used dp and cannot use eager, full graphs": (
+        {"symptom": "nan", "graphs": "full"},
+        set(),
+    ),
     "NaN, the server does not run on B200": ({"symptom": "nan", "gpu": "sm100"}, set()),
     # A number is a release where it is the number of one, and no value.
     "OOM with --gpu-memory-utilization 0.95": ({"symptom": "oom"}, set()),

@@ -317,11 +317,12 @@ NOT = (
 )
 # A denied verb, which means "no": "do not use dp", "CUDA graphs are not used".
 UNUSED = (
-    r"\b(?:not|never|without|\w+n['’]t) (?:us(?:e|ed|ing)|enabl(?:e|ed|ing)|have|had"
+    r"\b(?:not|never|without|cannot|\w+n['’]t) (?:us(?:e|ed|ing)|enabl(?:e|ed|ing)|have|had"
     r"|run(?:ning)?(?= (?:any|the|cuda|full|async|data|expert|dp|ep|eager)\b))(?= \w)"
 )
 UNUSED_AFTER = (
-    r"((?:cuda |full )*graphs?|async\w*(?: scheduling)?|(?:data|expert).parallel\w*|[^\s,;]+) "
+    r"((?:cuda |full )*graphs?|async\w*(?: scheduling)?|(?:data|expert).parallel\w*"
+    r"|\b(?!ha(?:ve|s|d)\b)[^\s,;]+) "
     r"(?:(?:is|are|was|were) not|(?:is|are|was|were)n['’]t|not) (?:used|enabled|active)\b"
 )
 # What a sentence says is well, e.g. "fine on H100". Its group: "stopped" working is not well.
