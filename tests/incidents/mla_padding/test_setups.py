@@ -1,6 +1,12 @@
 """The variants in the engine: what is served, and what switching a fix off means."""
 
+from types import SimpleNamespace
+
+import pytest
+import torch
+
 from staleproof.evidence import Verdict, row_states
+from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.setups import HIDDEN, SETUPS, StepVerdicts
 
 
@@ -24,3 +30,16 @@ def test_a_new_engine_holds_canaries_where_nobody_wrote(device):
     # The zeros of this variant are its own memory, and stay.
     kept = SETUPS["zeros_once_per_layer"].engine("torch.max", device, batch=4)
     assert "unwritten" not in row_states(kept.taps[0]["attention"])
+
+
+def test_the_scale_of_the_fmax_quantiser_ignores_nan_and_keeps_infinity():
+    values, scale = broken.quantise_amax_fmax(torch.tensor([[torch.nan, -2.0, 1.0]]))
+    assert (values.float().tolist(), scale.item()) == ([[448, -448, 224]], torch.tensor(2 / 448).item())
+    assert broken.quantise_amax_fmax(torch.tensor([[torch.inf, 1.0]]))[1].item() == torch.inf
+
+
+@pytest.mark.parametrize("remedy", [broken.ZerosOncePerLayer, broken.OneSharedBuffer])
+def test_a_smaller_batch_gets_the_first_rows_of_the_buffer(remedy):
+    kept = remedy(broken.empty_row_not_written)
+    many, few = (kept.output(SimpleNamespace(layer=0, q=torch.ones(n, 1, 2, 576))) for n in (4, 3))
+    assert (few.shape, few.data_ptr()) == ((3, 1, 2, 512), many.data_ptr())
