@@ -15,7 +15,7 @@ def test_the_first_bad_stage_and_the_first_crossing(device):
     fixed = stage_picture("clear_empty_rows", device)
     assert not any(map(any, fixed.cells))
     assert fixed.first_crossing is None
-    padded = fixed._replace(cells=[[0], [1]])
+    padded = fixed._replace(cells=[[0, 0], [0, 1]])
     assert [one.verdict for one in (picture, fixed, padded)] == ["leaked", "clean", "pad_only"]
 
 
@@ -32,6 +32,14 @@ def test_a_buffer_zeroed_once_is_zero_only_until_a_row_was_used(device):
 def test_cleared_rows_are_zero_after_every_step(device):
     for row in buffer_rows("clear_empty_rows", device).cells[3:]:
         assert [row[step] for step in (0, 2, 4)] == ["zero"] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("empty_row_not_written", "NaN of an earlier step"), ("pad_with_seq_len_1", "NaN in a padding row")],
+)
+def test_nan_in_padding_was_there_or_was_written_by_the_step(device, name, says):
+    assert [row[0] for row in buffer_rows(name, device).cells] == ["this step"] + [says] * 7
 
 
 def test_a_kernel_that_writes_every_row_has_no_such_picture():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from staleproof.evidence import FILLS, RowCounters, Verdict, plant, same_bits
+from staleproof.evidence import CLEAN, FILLS, RowCounters, Verdict, plant, same_bits
 from staleproof.evidence.counters import StageCount
 from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.scene import Batch, Engine, EngineConfig, Variant, make_call
@@ -35,6 +35,8 @@ def test_counts_begin_after_the_captured_step(device):
     assert set(counters.read().values()) == {StageCount(0, 0)}
     engine.set_batch(Batch(3))
     engine.replay()
+    assert counters.read()["0.attention"] == StageCount(5, 3)
+    engine.run(CLEAN)
     assert counters.read()["0.attention"] == StageCount(5, 3)
 
 
@@ -94,3 +96,10 @@ def test_a_call_names_a_spare_page_in_each_unused_entry(device):
     assert call.seq_lens.tolist() == [64, 64, 0, 0]
     assert call.block_table.tolist() == [[1, 2], [3, 4], [0, 0], [0, 0]]
     assert len(call.kv_cache) == 5
+
+
+def test_an_engine_writes_into_no_memory_of_another(device):
+    one, other = make(device), make(device)
+    one.set_batch(Batch(2, poisoned_row=1))
+    one.poison(plant)
+    assert other.kv_cache[0].isfinite().all()

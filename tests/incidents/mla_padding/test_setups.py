@@ -21,6 +21,8 @@ def test_the_sick_requests_own_step_must_show_that_it_is_sick():
     for sick in {*Verdict} - {Verdict.LIVE_BORN}:
         steps = (*clean[:3], sick, Verdict.CLEAN)
         assert StepVerdicts(steps, invariant=True).verdict == HIDDEN
+    steps = (*clean[:2], Verdict.PAD_ONLY, Verdict.CLEAN, Verdict.CLEAN)
+    assert StepVerdicts(steps, invariant=True).verdict == Verdict.PAD_ONLY
 
 
 def test_a_new_engine_holds_canaries_where_nobody_wrote(device):
