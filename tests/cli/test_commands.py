@@ -286,6 +286,23 @@ def test_one_run_waits_while_another_writes(tmp_path, monkeypatch):
     assert {found.variant for found in read_findings(path)} == {*"abc"}
 
 
+def test_each_of_two_incidents_has_a_line_of_counts(kept, incident, capsys):
+    incident(clean)
+    common.obtain(["fake"] * 2, "cpu", kept, lambda found: None)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fake: ")]
+    assert said == ["fake: 1 as expected, 0 not as expected, 0 not run"] * 2
+
+
+def test_where_there_are_no_locks_findings_are_kept_without_one(kept, incident, monkeypatch):
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    incident(clean)
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert cli.main(["run"]) == 0
+    assert len(read_findings(kept)) == 1
+
+
 def test_ctrl_c_before_the_first_finding_keeps_the_earlier_file(kept, incident, capsys):
     write_findings(kept, [leaked()])
     incident(interrupted)
@@ -342,6 +359,8 @@ def test_bench_prints_each_row(root, capsys, monkeypatch):
     monkeypatch.setattr(terminal, "width", lambda: 80)
     assert cli.main(["bench", "clear"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    assert cli.main(["bench", "nope"]) == 2
+    assert "unknown kernel 'nope'; known: clear, other" in one_line(capsys.readouterr().err)
 
 
 @pytest.fixture
@@ -439,6 +458,16 @@ def test_the_modules_are_built_from_where_and_to_where_was_asked(monkeypatch, tm
     assert cli.main(["moe-module", "build", *(options if given else [])]) == 0
     assert asked == [(tmp_path, tmp_path / "to", 3) if given else (None, None, None)]
     assert capsys.readouterr().out == "built\n"
+    assert cli.main(["moe-module", "build", "--jobs", "0"]) == 2
+
+
+def test_why_a_module_was_not_built_is_one_line(monkeypatch, capsys):
+    def build(*args, **options):
+        raise moe_module.ModuleError("no nvcc")
+
+    monkeypatch.setattr(moe_module, "build", build)
+    assert cli.main(["moe-module", "build"]) == 2
+    assert one_line(capsys.readouterr().err) == "staleproof: no nvcc"
 
 
 def test_a_page_that_cannot_be_written_is_noticed_before_anything_runs(root, incident, capsys):

@@ -172,6 +172,7 @@ def test_the_steps_of_a_server_that_runs_for_months_begin_again(device):
         (0, torch.ones(2, 2, device="meta"), None, None, "x: expected .*(cpu|cuda)"),
         (0, torch.ones(2, 2), None, torch.ones(2, dtype=torch.int8), "padding: expected torch.bool"),
         (0, torch.ones(2, 2), None, torch.ones(4, dtype=torch.bool), "padding: expected a contiguous"),
+        (0, torch.ones(1, 1).expand(2**24, 1), None, None, "x: expected at least one row, fewer than"),
         (0, torch.ones(2, 2), None, torch.ones(1, dtype=torch.bool), "padding: expected at least 2 entries"),
         (0, torch.ones(2, 2), None, torch.ones(2, 1, dtype=torch.bool), "padding: expected a tensor of rank"),
     ],
@@ -232,6 +233,8 @@ def test_each_slot_and_layout_is_launched_with_its_own_numbers():
                 if turn:
                     assert launches.again[-1][0] == number
                     assert launches.again[-1][1][0] == x.data_ptr()
+        with pytest.raises(ValueError, match="ids: expected 1 to 32 ids for each of the 8 rows"):
+            board.count(0, torch.ones(8, 4), IDS[:7])
     assert len(launches.made) == len(launches.again) == len(COUNTED)
     assert [made[1] for made in launches.made] == [slot for slot, *_ in COUNTED.values()]
 
@@ -263,7 +266,8 @@ def test_a_copy_is_never_launched_again_by_its_address():
         board = Board("cpu", launch=launches)
         for _ in range(3):
             board.count(0, torch.ones(16, 8, 8).transpose(1, 2))
-    assert (len(launches.made), launches.again) == (3, [])
+            board.count(0, torch.ones(8, 4), torch.zeros(4, 8, dtype=torch.int32).T)
+    assert (len(launches.made), launches.again) == (6, [])
 
 
 @pytest.mark.parametrize("routed", [False, True])

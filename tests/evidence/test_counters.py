@@ -91,6 +91,7 @@ def test_on_cuda_it_counts_on_a_device_that_is_not_current(device):
     ("call", "message"),
     [
         (lambda c, x, n: RowCounters([], x.device), "stages: expected 1 to 256 distinct names"),
+        (lambda c, x, n: RowCounters([*map(str, range(257))], x.device), "stages: expected 1 to 256"),
         (lambda c, x, n: RowCounters(["a", "a"], x.device), "stages: expected 1 to 256 distinct"),
         (lambda c, x, n: c.observe("b", x, n), "stage: expected one of"),
         (lambda c, x, n: c.observe("a", x.long(), n), "x: expected torch.float32"),
@@ -111,7 +112,7 @@ def test_bad_input(device, call, message):
 
 
 def test_one_live_entry_may_stand_for_all_rows(device):
-    counters = RowCounters(["a"], device)
+    counters = RowCounters(["a", *map(str, range(255))], device)
     for live in (0, 1, 1):
         counters.observe("a", torch.full((4, 3), NAN, device=device), torch.tensor([live], device=device))
     assert counters.read()["a"] == StageCount(pad_rows=4, live_rows=8)

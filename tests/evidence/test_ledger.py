@@ -388,6 +388,8 @@ def test_bad_arguments_are_refused():
     held = sum(t.nbytes for _, _, t in ledgers.owned_tensors(model))
     with pytest.raises(ValueError, match=f"budget_bytes: expected at least the {held} bytes"):
         ledgers.AllocationLedger(model, budget_bytes=held - 1)
+    with pytest.raises(ValueError, match=r"budget_bytes: expected .*, got 0"):
+        ledgers.AllocationLedger(nn.ReLU(), budget_bytes=0)
     with pytest.raises(ValueError, match=r"module: expected an nn\.Module"):
         ledgers.AllocationLedger([model])
     with pytest.raises(ValueError, match="report: expected at least one phase"):

@@ -90,12 +90,14 @@ def test_only_the_first_read_of_a_hash_is_compared_until_it_is_committed_anew(de
     [
         ([], ": expected at least one tensor, got none"),
         ([torch.zeros(4, 3, dtype=torch.int8)], r"\[0\]: expected a multiple of 4 bytes a block, got 3"),
+        ([torch.zeros(4, 3, dtype=torch.half)], r"\[0\]: expected a multiple of 4 bytes a block, got 6"),
         ([torch.zeros(2, 4, 8).transpose(0, 1)], r"\[0\]: expected blocks outermost, each in one piece"),
         # Each block begins inside the one before.
         ([torch.zeros(16).as_strided((3, 8), (4, 1))], r"\[0\]: expected blocks outermost, each in one"),
         # Every second value: what lies between would count, and the other half would not.
         ([torch.zeros(4, 8)[:, ::2]], r"\[0\]: expected blocks outermost, each in one piece"),
         ([torch.zeros(4, 4), torch.zeros(3, 4)], r"\[1\]: expected 4 blocks, got 3"),
+        ([torch.zeros(4, 4), torch.zeros(5, 4)], r"\[1\]: expected 4 blocks, got 5"),
     ],
 )
 def test_caches_that_do_not_fit_are_refused(given, message):
