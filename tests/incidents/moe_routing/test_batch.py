@@ -33,6 +33,7 @@ def test_an_unknown_kind_and_too_many_slots_are_named():
         make_ids("equal", BATCH)
     with pytest.raises(ValueError, match="top_k: expected at most 4 experts, got 5"):
         make_ids("distinct", Batch(1, 5, 4))
+    assert sorted(make_ids("distinct", Batch(1, 4, 4))[0].tolist()) == [0, 1, 2, 3]
 
 
 def test_a_row_with_an_expert_twice_is_found_wherever_they_stand():

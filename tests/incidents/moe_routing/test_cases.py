@@ -141,6 +141,7 @@ def test_with_gpus_the_ranks_on_the_cpu_stay_interpreted(gpus, monkeypatch):
     assert found["DEP 2, NCCL"].ran is (gpus == 2)
     measured = {name for name, one in found.items() if one.provenance == Provenance.MEASURED}
     assert found.keys() - measured == {"DP 2, gloo", "DEP 2, gloo"}
+    assert {name for name, one in found.items() if one.note == "ranks on the CPU"} == found.keys() - measured
 
 
 def test_ranks_that_give_no_answer_say_why(monkeypatch):

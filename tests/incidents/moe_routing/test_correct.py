@@ -78,6 +78,29 @@ def test_an_id_of_padding_that_names_no_expert_is_wrong(device, monkeypatch, exp
     assert correct.wrong(RoutingCase(choice="nan_to_num_before"), device) == "ids out of range"
 
 
+def _other_where_padding(case: RoutingCase, weights: torch.Tensor, ids: torch.Tensor) -> Routed:
+    padding = scene.is_padding(case, str(ids.device))[:, None]
+    return weights, torch.where(padding, ids.flip(1), ids)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda case, weights, ids: (weights, ids.long()), "weights are torch.float32, ids torch.int64"),
+        (lambda case, weights, ids: (weights * (1 + (case.batch == correct.MORE)), ids), "weights:"),
+        (
+            lambda case, weights, ids: (weights, ids.flip(1) if case.bad == "nowhere" else ids),
+            "ids, live rows, over clean padding",
+        ),
+        (_other_where_padding, "ids:"),
+    ],
+)
+def test_every_part_of_a_choice_is_compared(device, monkeypatch, spoil, why):
+    right = correct.routed
+    monkeypatch.setattr(correct, "routed", lambda case, device: spoil(case, *right(case, device)))
+    assert (correct.wrong(RoutingCase(choice=scene.OURS), device) or "").startswith(why)
+
+
 def test_a_skipped_row_has_no_weight(device, monkeypatch):
     right = correct.routed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +39,15 @@ def test_one_rank_pads_to_captured_sizes(device, monkeypatch, allocator):
     assert (counts["passes"], counts["padded"]) == (len(tokens), len(padding))
     assert counts["padding_rows"] == sum(padding)
     assert counts["live_bad"] == counts["idle"] == 0
+
+
+def test_bad_numbers_are_counted_and_passes_that_have_some(monkeypatch):
+    model = SimpleNamespace(forward=lambda step, tokens: torch.tensor([3, 2, 4]))
+    monkeypatch.setattr(ranks, "Model", lambda *given: model)
+    counts = ranks.serve_trace(SHORT, "cpu").counts
+    passes = counts["passes"]
+    assert [counts[name] for name in ("nan_numbers", "inf_numbers")] == [3 * passes, 2 * passes]
+    assert [counts[name] for name in ("with_nan", "with_inf", "live_bad")] == [passes] * 3
 
 
 @pytest.mark.parametrize(
