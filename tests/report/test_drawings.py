@@ -37,6 +37,10 @@ def test_a_map_is_hatched_exactly_where_nobody_wrote():
     assert hatched(near) == {(t, s) for t, s in there if t >= 20 - drawings.ZOOM}
     assert whole.get_title(loc="left") == "20 tokens: three kernels, 21 of 100 entries never written"
     assert texts(fig.legends[0].get_texts()) == ["written", "never written"]
+    # As many tokens as are shown large, none of them a hole.
+    full = MapPicture(Batch(drawings.ZOOM, 1, 16), False, [[False]] * drawings.ZOOM)
+    both = drawings.maps([MapPicture(Batch(20, 5, 16), False, holes), full])
+    assert texts(both.legends[0].get_texts()) == ["written", "never written"]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +56,7 @@ def test_maps_that_cannot_be_drawn_are_refused(pictures, message):
 
 
 def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote():
-    spans = [Span(0, 3, "Mamba state", 7), Span(3, 5, "free"), Span(5, 9, "keys and values", 8)]
+    spans = [Span(0, 3, "Mamba state", 0), Span(3, 5, "free"), Span(5, 9, "keys and values", 8)]
     spans.append(Span(9, 12, "prefix hit", 9))
     fig = drawings.life(BlockLife(4, spans, [(5, 1), (6, 2), (7, 3)], 4))
     who, filled = fig.axes
@@ -61,7 +65,7 @@ def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote():
     assert [patch.get_hatch() or "" for patch in who.patches] == ["---", "///", "", "\\\\\\"]
     assert {to_hex(text.get_color()) for text in fig.findobj(Text)} == {INK}
     said = texts(who.texts)
-    assert said == ["Mamba state\nrequest 7", "free", "keys and values\nrequest 8", "prefix hit\nrequest 9"]
+    assert said == ["Mamba state\nrequest 0", "free", "keys and values\nrequest 8", "prefix hit\nrequest 9"]
     written, stale = (patch for patch in filled.patches if isinstance(patch, Polygon))
     assert (written.get_hatch() or "", stale.get_hatch()) == ("", "xxx")
     stairs = [(5, 1), (6, 1), (6, 2), (7, 2), (7, 3), (8, 3), (9, 3)]
@@ -98,6 +102,12 @@ def test_the_words_of_a_tile_can_be_read_on_their_colours():
     assert ticks(ax.xaxis) == [(byte + 0.5, str(byte)) for byte in (0, 3, 4, 7, 8, 11, 12, 15)]
     assert ticks(ax.yaxis) == [(line + 0.5, f"byte {16 * line}") for line in (0, 7, 15, 23, 31)]
     assert texts(ax.figure.legends[0].get_texts()) == ["never written"]
+
+
+def test_a_single_byte_that_nobody_wrote_is_hatched():
+    places = [divmod(byte, 4) for byte in range(512)]
+    picture = TilePicture(*map(list, zip(*places, strict=True)), [byte != 7 for byte in range(512)])
+    assert hatched(drawings.tile(picture).axes[0]) == {(7, 0)}
 
 
 def test_the_axes_of_a_map_and_of_a_life_say_what_is_where():

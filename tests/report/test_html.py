@@ -113,7 +113,7 @@ def test_differences_come_first_and_an_unexpected_verdict_is_not_hidden_by_a_goo
     names = ("differs", "bad", "late", "same")
     assert [f"<td>{name}</td>" in differ for name in names] == [True, True, True, False]
     assert "<td>same</td>" in others
-    assert "1 match, 1 mismatch" in section
+    assert "1 match, 1 mismatch, 2 only in the first, 1 only in the second" in section
 
 
 def test_an_answer_that_came_later_is_shown_in_place_of_none(root):

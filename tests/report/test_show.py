@@ -74,7 +74,8 @@ def test_says_by_variant_and_in_order(capsys):
     found = [finding("mla_padding", "served", name, name) for name in ("clean", "leaked")]
     assert show.verdict("both", found, {"clean": "clean", "leaked": "leaked"})
     assert show.verdict("both", found, ("clean", "leaked"))
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert show.verdict("the first", replace(found[0], expected="leaked"), "clean")
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def test_a_verdict_without_findings_or_without_an_expected_verdict_is_refused():
@@ -129,7 +130,7 @@ def test_a_row_of_another_length_is_refused():
 def test_answers_show_every_question_and_why_one_was_not_put(capsys):
     show.answers(
         [
-            finding("mla_padding", "empty row", "ours", "zero"),
+            finding("mla_padding", "empty row", "ours", "zero", note="it ran"),
             finding("mla_padding", "past seq_len", "ours", "clean"),
             not_run("mla_padding", "empty row", "theirs", "needs an SM100 GPU"),
             not_run("mla_padding", "past seq_len", "theirs", "needs vLLM"),
@@ -153,7 +154,8 @@ def test_recorded_values_come_with_machine_and_date(runs, capsys):
         for question, verdict in (("empty row", "nan"), ("past seq_len", "clean"))
     ]
     old = {"schema": 1, "incident": "mla_padding", "source_digest": "of old"}
-    store.write(runs / "gpu", answers, [old])
+    other = finding("kv_reuse", "empty row", "theirs", "nan")
+    store.write(runs / "gpu", [*answers, other], [old])
     (run,) = store.read_all(runs)
     # A spoilt run is named, and hides no other.
     store.write(runs / "cut", answers, [])
