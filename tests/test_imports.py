@@ -21,7 +21,7 @@ SERVER = {"ops", "vllm", "evidence", *LIGHT}
 ALLOWED = {
     "": {"ops"},
     "__main__": {"cli"},
-    "audit": {"kernels"},
+    "audit": {"kernels", "check"},
     "check": set(),
     "device": {"interpreter"},
     "interpreter": set(),

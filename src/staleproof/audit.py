@@ -39,16 +39,63 @@ Clause 0 compares results with what is right. Where the probe cannot know it, sa
 Without them clause 0 is ``not run``: "not checked, no reference".
 """
 
-from staleproof.kernels.subject import (
-    attention,
-    experts,
-    kv_write,
-    merge,
-    operands,
-    ragged,
-    routing,
-    rows,
-    state,
-)
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from staleproof.check import fail, require
+from staleproof.kernels import subject
 
 __all__ = ["attention", "experts", "kv_write", "merge", "operands", "ragged", "routing", "rows", "state"]
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, tuple | list) and all(isinstance(one, str) for one in value)
+
+
+def _by_name(value: object) -> bool:
+    return isinstance(value, Mapping) and _are_texts([*value])
+
+
+def _by_clause(value: object) -> bool:
+    return isinstance(value, Mapping) and _are_texts([*value, *value.values()])
+
+
+# Argument of every decorator -> whether a value fits, and what is expected.
+_ARGUMENTS: dict[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(("name", "package", "needs"), (lambda value: isinstance(value, str), "a text")),
+    **dict.fromkeys(("versions", "files"), (_are_texts, "a tuple of texts")),
+    **dict.fromkeys(("documented", "skip"), (_by_clause, 'a text for each clause, such as {"R": "why"}')),
+    "given": (_by_name, 'arguments by name, such as {"backend": "fa2"}'),
+}
+
+
+def _checked(kind: str) -> Callable[..., Any]:
+    """The decorator of a kind; it says which of its arguments is of a wrong type."""
+    decorator = getattr(subject, kind)
+
+    @functools.wraps(decorator)
+    def register(*functions: object, **arguments: Any) -> Callable[[Any], Any]:
+        require(not functions, kind, f"@audit.{kind}(), with parentheses", f"@audit.{kind}")
+        for name, (fits, expected) in _ARGUMENTS.items():
+            if (value := arguments.get(name)) is not None:
+                require(fits(value), name, expected, repr(value))
+        mark = decorator(**arguments)
+
+        def checked(function: Any) -> Any:
+            if given := arguments.get("given"):
+                try:
+                    inspect.signature(function).bind_partial(**given)
+                except TypeError:
+                    fail("given", f"arguments of {function.__name__}", ", ".join(given))
+            return mark(function)
+
+        return checked
+
+    return register
+
+
+attention, merge, routing, rows, ragged, experts, kv_write, state, operands = map(_checked, subject.KINDS)

@@ -381,6 +381,74 @@ def test_any_other_error_is_a_break(error):
     assert goes_on
 
 
+@pytest.mark.parametrize(
+    ("package", "hint"), [("", '; say needs="cuda" if the kernel needs a GPU'), ("kernels", "")]
+)
+def test_a_kernel_that_needs_a_gpu_is_told_how_to_say_so(package, hint):
+    error = AssertionError("Torch not compiled with CUDA enabled")
+    assert _answer(error, package)[0].note == f"raises AssertionError: {error}{hint}"
+
+
+INTERPRETED = """
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def misspelt(x):
+    tl.store(x, no_such_name)
+
+@triton.jit
+def calls(x):
+    misspelt(x)
+
+@triton.jit
+def no_operation(x):
+    tl.store(x, tl.expp(tl.load(x)))
+
+@triton.jit
+def no_method(x):
+    tl.store(x, tl.load(x).no_such_method())
+
+def make(around):
+    @triton.jit
+    def inside(x):
+        tl.store(x, around)
+    return inside
+
+inside = make(2.0)
+"""
+GAP = "Triton's interpreter cannot run it: "
+
+
+@pytest.mark.skipif(not runner.devices.interpreting(), reason="asks Triton's interpreter")
+@pytest.mark.parametrize(
+    ("kernel", "package", "verdict", "note"),
+    [
+        ("misspelt", "", BREAKS, "raises NameError: name 'no_such_name' is not defined"),
+        ("calls", "", BREAKS, "raises NameError: name 'no_such_name' is not defined"),
+        (
+            "no_operation",
+            "",
+            BREAKS,
+            "raises AttributeError: module 'triton.language' has no attribute 'expp'",
+        ),
+        ("misspelt", "kernels", NOT_RUN, f"{GAP}NameError("),
+        # What the interpreter lacks, or may lack.
+        ("no_method", "", NOT_RUN, f"{GAP}AttributeError("),
+        ("inside", "", NOT_RUN, f"{GAP}NameError("),
+    ],
+)
+def test_a_misspelt_name_is_the_kernels_own_fault(tmp_path, kernel, package, verdict, note):
+    runner.devices.load_triton()
+    (tmp_path / "kernels.py").write_text(INTERPRETED)
+    launch = getattr(load_module(str(tmp_path / "kernels.py")), kernel)
+    subject = Subject("k", "rows", print, package=package)
+    said, _ = runner.answer(lambda device: launch[(1,)](torch.ones(1)), subject, "cpu")
+    assert said.verdict == verdict
+    assert said.note.startswith(note)
+
+
 def test_of_a_long_error_the_beginning_is_told_in_one_line():
     said, _ = _answer(ValueError("one\n  and two, " + 50 * "three, "), "kernels")
     assert said.note == f"raises ValueError: {('one and two, ' + 50 * 'three, ')[:160]}"
@@ -555,21 +623,51 @@ def test_a_child_tells_each_answer_at_once_and_then_with_its_script(monkeypatch,
     assert limits == [1] + [(5.0, True), "off"] * len(clauses)
 
 
+BY_CLAUSE = 'expected a text for each clause, such as {"R": "why"}, got'
+
+
 @pytest.mark.parametrize(
-    ("size", "expected"),
+    ("decorator", "expected"),
     [
-        ("hidden='three'", "hidden of k: expected a positive integer, got 'three'"),
-        ("hidden=-3", "hidden of k: expected a positive integer, got -3"),
-        ("live_rows=True", "live_rows of k: expected a positive integer, got True"),
-        ("dtype='float99'", "dtype of k: expected a dtype of torch by name, such as float16, got 'float99'"),
-        ("reference=3", "reference of k: expected a function, got 3"),
+        ("rows(hidden='three')", "hidden of k: expected a positive integer, got 'three'"),
+        ("rows(hidden=-3)", "hidden of k: expected a positive integer, got -3"),
+        ("rows(live_rows=True)", "live_rows of k: expected a positive integer, got True"),
+        (
+            "rows(dtype='float99')",
+            "dtype of k: expected a dtype of torch by name, such as float16, got 'float99'",
+        ),
+        ("rows(reference=3)", "reference of k: expected a function, got 3"),
+        ("rows", "rows: expected @audit.rows(), with parentheses, got @audit.rows"),
+        ("rows(name=3)", "name: expected a text, got 3"),
+        ("rows(skip=['R'])", f"skip: {BY_CLAUSE} ['R']"),
+        ("rows(skip={'R': 3})", f"skip: {BY_CLAUSE} {{'R': 3}}"),
+        ("rows(documented='no')", f"documented: {BY_CLAUSE} 'no'"),
+        ("rows(documented={'0': 'it is slow'})", "documented of k: expected clauses other than 0, got 0"),
+        (
+            "rows(documented={'R': ' '})",
+            "documented of k: expected what the documentation says about R, got ' '",
+        ),
+        ("rows(package='torch', versions='2.0')", "versions: expected a tuple of texts, got '2.0'"),
+        (
+            "rows(given=['fa2'])",
+            """given: expected arguments by name, such as {"backend": "fa2"}, got ['fa2']""",
+        ),
+        ("rows(given={'bogus': 2})", "given: expected arguments of k, got bogus"),
     ],
 )
-def test_a_size_of_another_kind_is_refused_before_anything_runs(tmp_path, size, expected):
-    text = f"from staleproof import audit\n@audit.rows({size})\ndef k(x): return x\n"
+def test_a_wrong_argument_of_a_decorator_is_refused_before_anything_runs(tmp_path, decorator, expected):
+    text = f"from staleproof import audit\n@audit.{decorator}\ndef k(*given): return given[0]\n"
     (tmp_path / "one.py").write_text(text)
-    with pytest.raises(ValueError, match=re.escape(expected)):
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         runner.listed(str(tmp_path / "one.py"))
+
+
+def test_what_a_decorator_accepts_stays(tmp_path):
+    given = "name='one', skip={'W': 'why'}, documented={'R': 'one scale'}, versions=['2.0'], given={'by': 2}"
+    text = f"from staleproof import audit\n@audit.rows({given}, package='torch')\ndef k(x, by): return x\n"
+    (tmp_path / "one.py").write_text(text)
+    (one,) = runner.listed(str(tmp_path / "one.py"))
+    assert (one.name, one.skip, one.documented) == ("one", {"W": "why"}, {"R": "one scale"})
 
 
 def test_two_kernels_of_one_name_are_refused(tmp_path):

@@ -113,8 +113,16 @@ def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(
         said = capsys.readouterr()
         assert said.out.splitlines()[-1] == last
         assert said.err == f"staleproof: {says}\n"
-    # The module is first, and one of two breaks has a script.
     yours = replace(ROW, release="yours", expected=HOLDS)
+    # A wrong result cannot be documented, what came beside it can.
+    for others, last in (
+        ([], "mend the kernel"),
+        ([yours], 'mend the kernel, or say documented={"E": "..."}'),
+    ):
+        answers(replace(yours, question="0", script=""), *others)
+        assert cli.main(["audit", str(mine)]) == 1
+        assert capsys.readouterr().out.splitlines()[-1].endswith(last)
+    # The module is first, and one of two breaks has a script.
     lost = replace(yours, question="B", note=module, script="")
     answers(lost, replace(yours, question="T", script=""), yours)
     capsys.readouterr()

@@ -108,7 +108,10 @@ def audit(
         if scripts is None and broken:
             has_script = any(one.script for one in broken)
             shows = "add --scripts FOLDER for the counterexamples; then " if has_script else ""
-            typer.echo(f'next: {shows}mend the kernel, or say documented={{"{broken[0].question}": "..."}}')
+            # What is wrong on clean input cannot be documented.
+            left = next((one.question for one in broken if one.question != "0"), "")
+            says_so = f', or say documented={{"{left}": "..."}}' if left else ""
+            typer.echo(f"next: {shows}mend the kernel{says_so}")
         says = []
         if broken:
             says.append("1 clause is broken" if len(broken) == 1 else f"{len(broken)} clauses are broken")

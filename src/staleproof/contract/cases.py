@@ -71,7 +71,8 @@ def subjects_in(module: str) -> list[Subject]:
     try:
         found: list[Subject] = ended.answer()
     except children.ChildError as error:
-        raise children.ChildError(f"{error}{_place(ended.stderr)}") from error
+        said = str(error).removeprefix("ended with 1 and said: ")
+        raise children.ChildError(f"{said}{_place(ended.stderr)}") from error
     return found
 
 

@@ -10,6 +10,7 @@ import faulthandler
 import os
 import re
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,8 @@ from staleproof.kernels.vllm_sources import UnavailableError
 _SIGNATURE = re.compile(r"\(\) (got an unexpected keyword|missing \d|takes \d|got multiple values)")
 # FlashInfer's error when it may compile a module but cannot.
 _UNBUILT = re.compile(r"RuntimeError: (Ninja build failed|Could not find nvcc)")
+# Torch's error about a tensor on a GPU, in its build for CPUs.
+_NO_CUDA = "Torch not compiled with CUDA enabled"
 LIMIT_S = 60.0
 START_S = 90.0
 
@@ -60,6 +63,23 @@ def _uncompiled(error: BaseException) -> str:
     return f"{module} is not here; nvcc compiles it at a call without FLASHINFER_DISABLE_JIT"
 
 
+def _misspelt(error: BaseException) -> BaseException | None:
+    """The error of a name that an interpreted kernel uses and that nothing defines; a compiler refuses it."""
+    frames = []
+    while type(error).__name__ == "InterpreterError" and error.__cause__:
+        frames += [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        error = error.__cause__
+    if isinstance(error, AttributeError):
+        return error if re.match(r"module 'triton\.language(\.math)?' has no", str(error)) else None
+    if not isinstance(error, NameError):
+        return None
+    # The compiler knows the variables of a function around the kernel; the interpreter does not.
+    frames += [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    kernels = [getattr(frame.f_locals.get("self"), "fn", None) for frame in frames]
+    around = [getattr(kernel, "__code__", None) for kernel in kernels]
+    return None if any(code and error.name in code.co_freevars for code in around) else error
+
+
 def answer(probe: Callable[[str], Reading], subject: Subject, device: str) -> tuple[Reading, bool]:
     """The answer, and whether the process can go on: after an error of the device it cannot."""
     try:
@@ -67,6 +87,8 @@ def answer(probe: Callable[[str], Reading], subject: Subject, device: str) -> tu
     except Exception as error:
         text = _one_line(error)
         if type(error).__name__ == "InterpreterError":
+            if subject.package in ("", "staleproof") and (wrong := _misspelt(error)):
+                return breaks(f"raises {_one_line(wrong)}"), True
             return absent(f"Triton's interpreter cannot run it: {str(error)[:120]}"), True
         if isinstance(error, ImportError | UnavailableError) and subject.package:
             return absent(f"does not import here: {text}"), True
@@ -81,6 +103,8 @@ def answer(probe: Callable[[str], Reading], subject: Subject, device: str) -> tu
             return absent(f"a module of it could not be compiled here: {text}"), True
         if isinstance(error, TypeError) and subject.package and _SIGNATURE.search(text):
             return absent(f"its calls do not fit this release: {text}"), True
+        if _NO_CUDA in text and not subject.package:
+            text += '; say needs="cuda" if the kernel needs a GPU'
         alive = "CUDA error" not in text and "illegal memory access" not in text
         return breaks(f"raises {text}"), alive
 
@@ -114,7 +138,8 @@ def listed(module: str) -> list[Subject]:
     """In a child: the subjects of a module, without what cannot go to another process.
 
     Raises:
-        ValueError: two kernels of one name, whose answers nothing would tell apart, or a wrong size.
+        ValueError: two kernels of one name, whose answers nothing would tell apart, a wrong size, or a
+            documentation of a wrong result on clean input.
     """
     import torch
 
@@ -124,6 +149,11 @@ def listed(module: str) -> list[Subject]:
         for one in getattr(value, "__dict__", {}).get(_MARK, ()):
             require(found[one.name] is one, "name", "another for each kernel", repr(one.name))
     for subject in found.values():
+        for clause, text in subject.documented.items():
+            where = f"documented of {subject.name}"
+            # A kernel that is wrong on clean input is wrong, whatever its documentation says.
+            require(clause != "0", where, "clauses other than 0", "0")
+            require(bool(text.strip()), where, f"what the documentation says about {clause}", repr(text))
         for name, given in subject.shape.items():
             where = f"{name} of {subject.name}"
             if name in _FUNCTIONS:
