@@ -41,6 +41,8 @@ from staleproof.vllm import sources
         ),
         (["audit", "{root}/nope.py"], "modules: {root}/nope.py: expected a Python file or a module"),
         (["audit", "typing", "no_such.module"], "modules: no_such.module: expected a Python file"),
+        (["audit", "typing.txt"], "modules: typing.txt: expected a Python file or a module"),
+        (["audit", "{root}/a_file"], "modules: {root}/a_file: expected a Python file or a module"),
         (["audit", "./nope"], "modules: ./nope: expected a Python file or a module"),
         (["audit", "--again"], "again: needs --onto"),
         (

@@ -47,7 +47,7 @@ def audit(
     from staleproof.cases import store
     from staleproof.cases.finding import Finding, read_findings, write_findings
     from staleproof.contract import cases
-    from staleproof.contract.contract import BREAKS, UNDEFINED
+    from staleproof.contract.contract import BREAKS, UNDEFINED, WRONG_SETTING
     from staleproof.device import need_workbook
     from staleproof.report import audit as shown
     from staleproof.report import terminal
@@ -105,6 +105,7 @@ def audit(
         typer.echo(f"heat map: {picture}")
     if failed := [one for one in answers if one.failed]:
         broken = [one for one in failed if not shown.is_unasked(one)]
+        of_kernels = sum(one.note.startswith(WRONG_SETTING) for one in failed)
         if scripts is None and broken:
             has_script = any(one.script for one in broken)
             shows = "add --scripts FOLDER for the counterexamples; then " if has_script else ""
@@ -115,15 +116,24 @@ def audit(
         says = []
         if broken:
             says.append("1 clause is broken" if len(broken) == 1 else f"{len(broken)} clauses are broken")
-        if unasked := len(failed) - len(broken):
-            says.append("1 module was not tested" if unasked == 1 else f"{unasked} modules were not tested")
+        for kind, count in (("kernel", of_kernels), ("module", len(failed) - len(broken) - of_kernels)):
+            if count:
+                says.append(
+                    f"{count} {kind} was not tested" if count == 1 else f"{count} {kind}s were not tested"
+                )
         typer.echo(f"staleproof: {'; '.join(says)}", err=True)
         raise typer.Exit(1)
 
 
 def _is_there(module: str) -> bool:
     """Whether a file or a module is there, without importing it; a child also looks in the current folder."""
-    if module.endswith(".py") or "/" in module:
+    if module.endswith(".py"):
         return Path(module).is_file()
-    top = module.partition(".")[0]
-    return bool(find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())]))
+    top, *rest = module.split(".")
+    if not all(map(str.isidentifier, (top, *rest))):
+        return False
+    spec = find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
+    for part in rest:
+        folders = spec and spec.submodule_search_locations
+        spec = PathFinder.find_spec(part, [*folders]) if folders else None
+    return spec is not None
