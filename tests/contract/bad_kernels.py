@@ -1,6 +1,7 @@
 """Kernels that do what a kernel should not, beside one that is right."""
 
 import os
+import sys
 import time
 
 import torch
@@ -10,7 +11,13 @@ from staleproof import audit
 
 @audit.rows(name="right", reference=lambda x: 2 * x)
 def right(x):
+    sys.stderr.write(1000 * "x")
     return x * 2
+
+
+@audit.rows(name="leaves")
+def leaves(x):
+    os._exit(3)
 
 
 @audit.rows(name="raises")

@@ -20,6 +20,8 @@ from staleproof.kernels.subject import Subject
 
 HERE = Path(__file__).parent
 MISDEEDS = {
+    # Without what the kernel before it has printed.
+    ("leaves", "0"): "ended its process with 3",
     ("raises", "0"): "raises RuntimeError: no such configuration",
     ("hangs", "0"): "no answer within 5 s",
     ("ends its process", "R"): "ended its process with signal 6",
@@ -244,6 +246,7 @@ ROW = Finding(CONTRACT, "0", "merge", CONTRACT, HOLDS, "kernels 1.0", machine={"
 BROKEN = replace(ROW, question="E", verdict=BREAKS, note="NaN", script="old\n")
 REST = [replace(ROW, question=clause) for clause in "RO"]
 ABSENT = replace(ROW, verdict=NOT_RUN, note="no GPU")
+NOT_ASKED = [replace(ABSENT, question=clause) for clause in "ERO"]
 
 
 EVERYTHING = ("0", "E", "R", "O")
@@ -253,6 +256,10 @@ OPEN = {
     "it ran, and no release is here": ("kernels", WHOLE, (), ()),
     "it did not run": ("kernels 1.0", [ABSENT], (), EVERYTHING),
     "another release ran": ("kernels 2.0", [ROW], (), EVERYTHING),
+    "its decorator was at fault": (
+        "kernels 1.0", [replace(BROKEN, question="0", note="wrong setting: make: raises"), *NOT_ASKED], (),
+        EVERYTHING,
+    ),
     "another kernel ran": ("kernels 1.0", [replace(ROW, variant="other")], (), EVERYTHING),
     "the earlier audit did not know a clause": ("kernels 1.0", [ROW, BROKEN, REST[0]], (), ("0", "O")),
     # An answer to the others all the same.

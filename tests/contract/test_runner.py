@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import re
 import signal
@@ -449,6 +450,73 @@ def test_a_misspelt_name_is_the_kernels_own_fault(tmp_path, kernel, package, ver
     assert said.note.startswith(note)
 
 
+@pytest.mark.parametrize(
+    ("kind", "clause", "settings", "note"),
+    [
+        (
+            "rows",
+            "0",
+            {"reference": lambda x: 1 / 0},
+            "reference: raises ZeroDivisionError: division by zero",
+        ),
+        ("rows", "0", {"reference": lambda x: None}, "reference: expected a tensor or several, got NoneType"),
+        (
+            "rows",
+            "R",
+            {"reference": lambda x: 1 / 0},
+            "reference: raises ZeroDivisionError: division by zero",
+        ),
+        ("rows", "0", {"inverse": lambda x: ()}, "inverse: expected a tensor or several, got nothing"),
+        (
+            "routing",
+            "0",
+            {"reference": lambda logits, top_k: logits.topk(2)},
+            "reference: expected weights and ids of shape (6, 4), got (6, 2), (6, 2)",
+        ),
+        (
+            "operands",
+            "0",
+            {"make": lambda device: [1]},
+            "make: expected a dict of arguments by name, got list",
+        ),
+        ("operands", "O", {"make": lambda device: {"y": 1}}, "make: the kernel needs x; known: y"),
+        ("operands", "0", {"make": lambda device: 1 / 0}, "make: raises ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_setting_that_does_not_work_is_not_the_kernels_fault(kind, clause, settings, note):
+    def route(router_logits, top_k):
+        return router_logits.softmax(-1).topk(top_k)
+
+    call = route if kind == "routing" else lambda x: 2 * x
+    subject = Subject("k", kind, call, settings)
+    said, _ = runner.answer(runner.probes_of(subject)[clause], subject, "cpu")
+    assert said == breaks(f"wrong setting: {note}")
+    unasked = runner._complete(subject, {"0": said})[subject.clauses[-1]]
+    assert unasked == absent("not asked: wrong setting")
+
+
+@pytest.mark.parametrize(("stderr", "wanted"), [("of another\n{}\n", ""), ("{}\nits own\n", ": its own")])
+def test_what_a_kernel_printed_is_told_of_no_other(stderr, wanted):
+    ended = children.Ended([], 0, "", stderr.format(runner._BEGINS), 9.0)
+    assert runner._ended(ended, 5.0) == f"ended its process with 0{wanted}"
+
+
+def doubles(x):
+    x.mul_(2)
+
+
+def test_a_kernel_that_works_in_place_may_return_nothing():
+    settings = {"in_place": True, "reference": lambda x: 2 * x}
+    for call in (doubles, functools.partial(doubles)):
+        subject = Subject("k", "rows", call, settings)
+        probes = runner.probes_of(subject)
+        assert {clause: probe("cpu") for clause, probe in probes.items()} == dict.fromkeys("0RWO", holds())
+    lines = [scripts._FIRST, *scripts._source(subject), "got = doubles(x=torch.ones(2)).tolist()"]
+    names = {"torch": torch}
+    exec("\n".join(lines), names)
+    assert names["got"] == [2.0, 2.0]
+
+
 def test_of_a_long_error_the_beginning_is_told_in_one_line():
     said, _ = _answer(ValueError("one\n  and two, " + 50 * "three, "), "kernels")
     assert said.note == f"raises ValueError: {('one and two, ' + 50 * 'three, ')[:160]}"
@@ -653,6 +721,9 @@ BY_CLAUSE = 'expected a text for each clause, such as {"R": "why"}, got'
             """given: expected arguments by name, such as {"backend": "fa2"}, got ['fa2']""",
         ),
         ("rows(given={'bogus': 2})", "given: expected arguments of k, got bogus"),
+        ("attention(layout='pagd')", "layout of k: expected paged or mla or gathered, got 'pagd'"),
+        ("attention(q_len=-1)", "q_len of k: expected an integer of 0 or more, got -1"),
+        ("attention(heads=3, kv_heads=2)", "heads of k: expected a multiple of kv_heads=2, got 3"),
     ],
 )
 def test_a_wrong_argument_of_a_decorator_is_refused_before_anything_runs(tmp_path, decorator, expected):

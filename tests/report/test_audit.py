@@ -65,7 +65,7 @@ def test_each_reason_is_said_once_and_a_module_without_a_kernel_is_no_subject(ca
     gap = replace(ROW, verdict="not run", note="not checked, no reference", script="")
     gaps = [replace(gap, question=clause, variant=name) for name in ("decode", "verify") for clause in "EB"]
     ran = [replace(ROWS[1], variant=name) for name in ("decode", "verify")]
-    module = replace(ROW, variant="mine.py", note="does not import: SyntaxError", script="")
+    module = replace(ROW, variant="mine.py", question="0", note="does not import: SyntaxError", script="")
     # A package that does not import here is a subject that did not run.
     absent = replace(gap, variant="other", note="does not import here: no libcuda")
     audit.print_table([*gaps, *ran, module, absent])
@@ -73,6 +73,15 @@ def test_each_reason_is_said_once_and_a_module_without_a_kernel_is_no_subject(ca
         "not run  E B: not checked, no reference",
         "not run  kernels 1.0 other: does not import here: no libcuda",
         "not tested  mine.py: does not import: SyntaxError",
+        "INTERPRETED on CPU x: 2 of 3 subjects ran",
+    ]
+    # Nor is one whose decorator is at fault a kernel that did not run.
+    wrong = replace(module, variant="route", note="wrong setting: reference: raises")
+    unasked = replace(gap, variant="route", question="T", note="not asked: wrong setting")
+    audit.print_table([*ran, wrong, unasked, replace(wrong, question="R")])
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "not tested  route: wrong setting: reference: raises",
+        "not tested  R  route: wrong setting: reference: raises",
         "INTERPRETED on CPU x: 2 of 3 subjects ran",
     ]
     audit.print_table([*gaps[:2], *ran])
@@ -106,6 +115,13 @@ def test_a_break_of_anothers_kernel_is_a_finding_and_of_yours_a_failure(
         ([], "", "", 'next: mend the kernel, or say documented={"E": "..."}', "1 clause is broken"),
         # A module without a kernel has none to mend.
         ([], module, "", "INTERPRETED on CPU x: 0 of 0 subjects ran", "1 module was not tested"),
+        (
+            [],
+            "wrong setting: make",
+            "",
+            "INTERPRETED on CPU x: 0 of 0 subjects ran",
+            "1 kernel was not tested",
+        ),
     ):
         answers(replace(ROW, release="yours", expected=HOLDS, note=note, script=script))
         capsys.readouterr()
@@ -198,10 +214,15 @@ def test_compare_says_what_a_release_changed(tmp_path, capsys):
     changed = "E  kernels 2.0 decode: breaks (1.0) -> holds"
     absent = "E  kernels 2.0 verify: not asked -> breaks: NaN is written"
     asked = "B  kernels 1.0 decode: not asked -> undefined: documented: mask it"
+    mine = [replace(row, release="yours") for row in (ROWS[0], replace(ROWS[0], verdict=HOLDS, note=""))]
+    for row, path in zip(mine, (tmp_path / "mine.jsonl", tmp_path / "mended.jsonl"), strict=True):
+        write_findings(path, [row])
+    mended = "E  yours decode: breaks -> holds"
     back = "E  kernels 1.0 decode: holds (2.0) -> breaks: NaN is written"
     for before, after, lines, code in (
         (old_path, new_path, ["2 changes, 1 for the worse", changed, absent], 1),
         (new_path, old_path, ["2 changes, 1 for the worse", back, asked], 1),
+        (tmp_path / "mine.jsonl", path, ["1 change, 0 for the worse", mended], 0),
         (old_path, old_path, ["0 changes, 0 for the worse"], 0),
         # One audit of two releases is compared with itself.
         (both, both, ["1 change, 0 for the worse", changed], 0),

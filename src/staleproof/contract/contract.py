@@ -46,10 +46,14 @@ CLAUSES = {
 }
 # The note of clause 0 where nothing says what is right; the other clauses are asked all the same.
 NO_REFERENCE = "not checked, no reference"
-# How the note of a module begins that has no kernel to ask.
-NO_IMPORT, NO_KERNEL = UNASKED = ("does not import", "registers no kernel")
+# How the note begins of a module that has no kernel to ask, and of a kernel whose decorator is at fault.
+NO_IMPORT, NO_KERNEL, WRONG_SETTING = UNASKED = ("does not import", "registers no kernel", "wrong setting")
 # How the note of a clause begins that was not answered in time.
 TIMED_OUT = "no answer within"
+
+
+class SettingError(Exception):
+    """What a decorator was given does not work, e.g. its reference raises; the text says how."""
 
 
 def holds(note: str = "") -> Reading:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from staleproof.cases.case import Reading, absent
 from staleproof.cases.compare import rounding
 from staleproof.contract import scenes
-from staleproof.contract.contract import NO_REFERENCE, breaks, holds
+from staleproof.contract.contract import NO_REFERENCE, SettingError, breaks, holds
 from staleproof.evidence.canary import bits
 from staleproof.evidence.rows import FILLS, Fill, same_bits
 from staleproof.kernels.subject import bound
@@ -53,6 +53,58 @@ def _results(kernel: Kernel, known: Known, fill: float = NAN) -> list[torch.Tens
 def _call(kernel: Kernel, known: Known, fill: float = NAN) -> list[torch.Tensor]:
     """Copies of :func:`_results`."""
     return [part.clone() for part in _results(kernel, known, fill)]
+
+
+def returning_x(kernel: Kernel) -> Kernel:
+    """A kernel that works in place, which returns x where it returned nothing."""
+
+    @wraps(kernel)
+    def call(**known: Any) -> Any:
+        returned = kernel(**known)
+        return known["x"] if returned is None else returned
+
+    return call
+
+
+def _given(shape: Shape, name: str, *args: Any, **known: Any) -> Any:
+    """What a function of the decorator returns: ``reference``, ``inverse`` or ``make``.
+
+    Raises:
+        SettingError: it raises.
+    """
+    try:
+        return shape[name](*args, **known)
+    except Exception as error:
+        raise SettingError(
+            f"{name}: raises {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+
+
+def _tensors(shape: Shape, name: str, *args: Any, **known: Any) -> list[torch.Tensor]:
+    """The tensors that such a function returns.
+
+    Raises:
+        SettingError: it raises, or returns something else.
+    """
+    found = _several(_given(shape, name, *args, **known))
+    if not found or not all(isinstance(part, torch.Tensor) for part in found):
+        raise SettingError(f"{name}: expected a tensor or several, got {_kinds(found)}")
+    return [*found]
+
+
+def _kinds(found: Sequence[Any]) -> str:
+    return ", ".join(type(one).__name__ for one in found) or "nothing"
+
+
+def _made(kernel: Kernel, shape: Shape, device: str) -> Known:
+    """The arguments that ``make`` returns, as far as the kernel takes them."""
+    made = _given(shape, "make", device)
+    if not isinstance(made, dict):
+        raise SettingError(f"make: expected a dict of arguments by name, got {type(made).__name__}")
+    try:
+        return bound(kernel, made)
+    except TypeError as error:
+        raise SettingError(f"make: the kernel {error}") from error
 
 
 def _takes(kernel: Kernel, name: str) -> bool:
@@ -217,8 +269,12 @@ def _routed_off(
         return wrong, ""
     if not bool(weights.isfinite().all()):
         return "a weight is not finite", ""
-    if (reference := shape.get("reference")) is not None:
-        right, right_ids = reference(logits, top_k)
+    if shape.get("reference"):
+        rights = _tensors(shape, "reference", logits, top_k)
+        if [tuple(part.shape) for part in rights] != [wanted, wanted]:
+            got = ", ".join(str(tuple(part.shape)) for part in rights)
+            raise SettingError(f"reference: expected weights and ids of shape {wanted}, got {got}")
+        right, right_ids = rights
         if not torch.equal(ids.long().sort(-1).values, right_ids.long().sort(-1).values):
             return "not the experts of the reference", ""
         order, theirs = ids.long().argsort(-1), right_ids.long().argsort(-1)
@@ -385,17 +441,22 @@ def _quantised_off(values: torch.Tensor, scales: torch.Tensor, expected: torch.T
 def _against(results: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: int, *more: Any) -> str:
     """What differs from the reference; :data:`NO_REFERENCE` if there is none for every result."""
     x, gave = x.cpu().double()[:live], [part.cpu() for part in results]
-    reference, inverse = shape.get("reference"), shape.get("inverse")
-    if inverse is not None:
+    if shape.get("inverse"):
+        back = _tensors(shape, "inverse", *results)[0]
+        if back[:live].shape != x.shape:
+            return f"dequantised, it has shape {tuple(back.shape)}, x {tuple(x.shape)}"
         # Steps between the 15 numbers of FP4 are the coarsest that a format here has.
-        wrong = _first_off(inverse(*results)[:live], x, x.abs().amax(1, keepdim=True) / 6)
+        wrong = _first_off(back[:live], x, x.abs().amax(1, keepdim=True) / 6)
         return f"dequantised, {wrong}" if wrong else ""
     quantised, dynamic = gave[0].dtype in _QUANTISED, len(gave) > 1
-    if reference is None and not (quantised and dynamic):
+    has_reference = shape.get("reference") is not None
+    if not has_reference and not (quantised and dynamic):
         return NO_REFERENCE
-    wanted = x if reference is None else reference(x, *(part.cpu() for part in more))
+    wanted = _tensors(shape, "reference", x, *(part.cpu() for part in more)) if has_reference else [x]
     if quantised:
-        right = _several(wanted)[0]
+        right = wanted[0]
+        if gave[0][:live].shape != right[:live].shape:
+            return f"values have shape {tuple(gave[0].shape)}, the reference {tuple(right.shape)}"
         scales = _scales(gave[0], gave[1] if dynamic else torch.ones(1))
         if scales is None:
             return NO_REFERENCE
@@ -403,16 +464,18 @@ def _against(results: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: i
     return _other_than(gave, wanted, live)
 
 
-def _other_than(gave: Sequence[torch.Tensor], wanted: Any, live: int | None = None) -> str:
+def _other_than(gave: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], live: int | None = None) -> str:
     """What differs from a reference's results; :data:`NO_REFERENCE` if it has fewer."""
-    rights = [_first(part, live) for part in _several(wanted)]
+    rights = [_first(part, live) for part in wanted]
     if len(rights) > len(gave):
         return f"{len(gave)} results in place of {len(rights)}"
     if len(rights) < len(gave):
         return f"{NO_REFERENCE} for {len(gave) - len(rights)} of {len(gave)} results"
     for number, (part, right) in enumerate(zip(gave, rights, strict=True)):
         if _first(part, live).shape != right.shape:
-            return f"result {number} has shape {tuple(part.shape)}"
+            return (
+                f"result {number} has shape {tuple(part.shape)}, the reference {tuple(wanted[number].shape)}"
+            )
         if wrong := _far(_first(part, live), right):
             return f"result {number}: {wrong}"
     return ""
@@ -464,7 +527,7 @@ def row_alone(kernel: Kernel, shape: Shape, device: str) -> Reading:
     Where the reference makes NaN of a NaN, so must the kernel.
     """
     # Of rows past the live ones a kernel need make nothing.
-    x, reference = _rows(shape, device)["x"], None if "live_rows" in shape else shape.get("reference")
+    x, compares = _rows(shape, device)["x"], bool(shape.get("reference")) and "live_rows" not in shape
     base = _call(kernel, {"x": x.clone()})
     found: dict[str, str] = {}
     lives = [[*range(shape["live_rows"])]] if "live_rows" in shape else [[0, 1, 2, 3], [1], [4]]
@@ -477,8 +540,8 @@ def row_alone(kernel: Kernel, shape: Shape, device: str) -> Reading:
             fill(noise)
             others[mask] = noise
             now = _call(kernel, {"x": others.clone()})
-            if fill is FILLS[0] and reference is not None and now[0].dtype not in _QUANTISED:
-                right = _several(reference(others.cpu().double()))[0]
+            if fill is FILLS[0] and compares and now[0].dtype not in _QUANTISED:
+                right = _tensors(shape, "reference", others.cpu().double())[0]
                 hidden = right.isnan() & ~now[0].cpu()[: len(right)].isnan()
                 if hidden.any() and hidden.equal(right.isnan()):
                     return breaks("the NaN of a row is hidden: its own result holds numbers")
@@ -773,7 +836,7 @@ def ids_out_of_range(kernel: Kernel, shape: Shape, device: str) -> Reading:
 
 def right_operands(kernel: Kernel, shape: Shape, device: str) -> Reading:
     """0: the reference, over operands with zeros behind them, and the same bits twice."""
-    known = bound(kernel, shape["make"](device))
+    known = _made(kernel, shape, device)
     placed = scenes.zeros_behind(known)
     first, second = _call(kernel, placed, 3.0), _call(kernel, scenes.zeros_behind(known), 3.0)
     for name, x in known.items():
@@ -781,9 +844,9 @@ def right_operands(kernel: Kernel, shape: Shape, device: str) -> Reading:
             return breaks(f"writes to {name}", "clean")
     if not scenes.same_results(first, second):
         return breaks("other bits the second time", "clean")
-    if shape.get("reference") is None:
+    if not shape.get("reference"):
         return absent(NO_REFERENCE)
-    wrong = _other_than(first, shape["reference"](**known))
+    wrong = _other_than(first, _tensors(shape, "reference", **known))
     if wrong.startswith(NO_REFERENCE):
         return absent(wrong)
     return breaks(f"not the reference: {wrong}", "clean") if wrong else holds()
@@ -795,7 +858,7 @@ def _operands(kind: str, kernel: Kernel, shape: Shape, device: str) -> Known:
         return {"bias": torch.zeros_like(logits[0])} | _router_input(kernel, shape, logits)
     makers: dict[str, Callable[[Shape, str], Known]] = {
         "rows": _rows, "ragged": _rows, "kv_write": _cache_scene, "state": _state_scene, "merge": _parts,
-        "experts": _experts, "operands": lambda shape, device: shape["make"](device),
+        "experts": _experts, "operands": partial(_made, kernel),
     }  # fmt: skip
     return makers[kind](shape, device)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,7 +23,16 @@ from staleproof.cases.case import Reading, absent
 from staleproof.cases.words import NOT_RUN
 from staleproof.check import require
 from staleproof.contract import scripts
-from staleproof.contract.contract import BREAKS, HOLDS, NO_REFERENCE, TIMED_OUT, UNDEFINED, breaks
+from staleproof.contract.contract import (
+    BREAKS,
+    HOLDS,
+    NO_REFERENCE,
+    TIMED_OUT,
+    UNDEFINED,
+    WRONG_SETTING,
+    SettingError,
+    breaks,
+)
 from staleproof.kernels import packages
 from staleproof.kernels.packages import Release
 from staleproof.kernels.subject import _MARK, Subject, load_module, subjects_of
@@ -34,6 +44,8 @@ _SIGNATURE = re.compile(r"\(\) (got an unexpected keyword|missing \d|takes \d|go
 _UNBUILT = re.compile(r"RuntimeError: (Ninja build failed|Could not find nvcc)")
 # Torch's error about a tensor on a GPU, in its build for CPUs.
 _NO_CUDA = "Torch not compiled with CUDA enabled"
+# A line on a child's standard error, before each clause.
+_BEGINS = "staleproof: the next clause"
 LIMIT_S = 60.0
 START_S = 90.0
 
@@ -48,7 +60,8 @@ def probes_of(subject: Subject) -> dict[str, Callable[[str], Reading]]:
         kernel, shape = attention_probes.Kernel(subject.call, **own), attention_shape(subject.shape)
         return {clause: partial(ask, kernel, shape) for clause, ask in attention_probes.PROBES.items()}
     probes, sizes = row_probes.PROBES[subject.kind], dict(subject.shape)
-    return {clause: partial(ask, subject.call, sizes) for clause, ask in probes.items()}
+    call = row_probes.returning_x(subject.call) if sizes.get("in_place") else subject.call
+    return {clause: partial(ask, call, sizes) for clause, ask in probes.items()}
 
 
 def _one_line(error: BaseException) -> str:
@@ -84,6 +97,8 @@ def answer(probe: Callable[[str], Reading], subject: Subject, device: str) -> tu
     """The answer, and whether the process can go on: after an error of the device it cannot."""
     try:
         return probe(device), True
+    except SettingError as error:
+        return breaks(f"{WRONG_SETTING}: {error}"), True
     except Exception as error:
         text = _one_line(error)
         if type(error).__name__ == "InterpreterError":
@@ -143,6 +158,8 @@ def listed(module: str) -> list[Subject]:
     """
     import torch
 
+    from staleproof.contract.scenes import LAYOUTS, attention_shape
+
     loaded = load_module(module)
     found = {subject.name: subject for subject in subjects_of(loaded)}
     for value in vars(loaded).values():
@@ -163,6 +180,16 @@ def listed(module: str) -> list[Subject]:
                 require(is_dtype, where, "a dtype of torch by name, such as float16", repr(given))
             elif name in _COUNTS:
                 require(type(given) is int and given > 0, where, "a positive integer", repr(given))
+            elif name == "q_len":
+                require(type(given) is int and given >= 0, where, "an integer of 0 or more", repr(given))
+            elif name == "layout":
+                require(given in LAYOUTS, where, " or ".join(LAYOUTS), repr(given))
+        if subject.kind == "attention":
+            shape = attention_shape(subject.shape)
+            whole = shape.heads % shape.kv_heads == 0
+            require(
+                whole, f"heads of {subject.name}", f"a multiple of kv_heads={shape.kv_heads}", shape.heads
+            )
     return [replace(subject, call=print, shape={}) for subject in found.values()]
 
 
@@ -184,6 +211,8 @@ def ask(module: str, questions: Questions, release: Release, device: str, limit_
         for clause in clauses:
             # Its counterexamples first: where the process ends, no child is left to make them.
             children.tell((name, clause, None, scripts.counterexamples(subject, release, clause)))
+            # What earlier kernels printed is not this one's.
+            print(_BEGINS, file=sys.stderr, flush=True)
             faulthandler.dump_traceback_later(limit_s, exit=True)
             said, alive = answer(probes[clause], subject, device)
             faulthandler.cancel_dump_traceback_later()
@@ -204,11 +233,12 @@ def ask(module: str, questions: Questions, release: Release, device: str, limit_
 
 
 def _ended(ended: children.Ended, limit_s: float) -> str:
+    ended = replace(ended, stderr=ended.stderr.rpartition(f"{_BEGINS}\n")[2])
     if ended.code is None or "Timeout (" in ended.stderr:
         return f"{TIMED_OUT} {limit_s:.0f} s"
     if ended.code < 0:
         return f"ended its process with signal {-ended.code}"
-    return f"ended its process with {ended.code}: {ended.last_line[:160]}"
+    return f"ended its process with {ended.code}: {ended.last_line[:160]}".removesuffix(": ")
 
 
 Answers = dict[str, dict[str, Reading]]
@@ -277,5 +307,9 @@ def answers(
 
 def _complete(subject: Subject, found: dict[str, Reading]) -> dict[str, Reading]:
     first = found.get("0", absent("not asked: ended before"))
-    why = first.note if first.verdict == NOT_RUN else "not asked: wrong on clean input"
+    why = "not asked: wrong on clean input"
+    if first.verdict == NOT_RUN:
+        why = first.note
+    elif first.note.startswith(WRONG_SETTING):
+        why = f"not asked: {WRONG_SETTING}"
     return {clause: found.get(clause, absent(why)) for clause in subject.clauses}

@@ -28,6 +28,9 @@ NULL_PAGE = 0
 GUARD = 2
 
 
+LAYOUTS = ("paged", "mla", "gathered")
+
+
 @dataclass(frozen=True)
 class Shape:
     """What an attention kernel is built for.
@@ -51,7 +54,7 @@ class Shape:
     q_len: int = 1
 
     def __post_init__(self) -> None:
-        if self.layout not in ("paged", "mla", "gathered"):
+        if self.layout not in LAYOUTS:
             fail("layout", "paged, mla or gathered", self.layout)
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
 

@@ -111,18 +111,20 @@ def print_table(rows: Sequence[Finding]) -> None:
             for missed, names in subjects.items()
         ]
         typer.echo(f"not run  {', '.join(groups)}: {reason}")
+    at_fault = {(row.release, row.variant) for row in unasked}
     for name, found in lines.items():
-        if name not in ran:
+        if name not in ran and name not in at_fault:
             typer.echo(f"not run  {' '.join(name)}: {next(iter(found.values())).note}")
     for row in unasked:
-        typer.echo(f"not tested  {row.variant}: {row.note}")
+        clause = f"{row.question}  " if row.question != "0" else ""
+        typer.echo(f"not tested  {clause}{row.variant}: {row.note}")
     for first in [*rows, *unasked][:1]:
         count = f"{len(ran)} of {len(lines)} subjects ran"
         typer.echo(f"{first.provenance} on {first.machine['name']}: {count}")
 
 
 def is_unasked(row: Finding) -> bool:
-    """Whether the row is of a module that has no kernel to ask."""
+    """Whether the row is of a module without a kernel to ask, or of a kernel whose decorator is at fault."""
     from staleproof.contract.contract import BREAKS, UNASKED
 
     return row.verdict == BREAKS and row.note.startswith(UNASKED)
@@ -259,7 +261,8 @@ def print_changes(before: Path, after: Path) -> int:
     worse = sum(change.after.verdict == BREAKS for change in changes)
     typer.echo(f"{len(changes)} change{'s' * (len(changes) != 1)}, {worse} for the worse")
     for old, row in changes:
-        was = f"{old.verdict} ({old.release.partition(' ')[2]})" if old else "not asked"
+        version = f" ({old.release.partition(' ')[2]})" if old and " " in old.release else ""
+        was = f"{old.verdict}{version}" if old else "not asked"
         name = f"{row.question}  {row.release} {row.variant}"
         typer.echo(f"{name}: {was} -> {row.verdict}" + (f": {row.note}" if row.note else ""))
     return int(worse > 0)
