@@ -495,6 +495,15 @@ def test_a_setting_that_does_not_work_is_not_the_kernels_fault(kind, clause, set
     assert unasked == absent("not asked: wrong setting")
 
 
+def test_an_error_of_the_device_that_shows_in_a_reference_may_be_the_kernels():
+    def reference(x):
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    subject = Subject("k", "rows", lambda x: 2 * x, {"reference": reference})
+    said, goes_on = runner.answer(runner.probes_of(subject)["0"], subject, "cpu")
+    assert (said, goes_on) == (breaks("raises RuntimeError: CUDA error: an illegal memory access"), False)
+
+
 @pytest.mark.parametrize(("stderr", "wanted"), [("of another\n{}\n", ""), ("{}\nits own\n", ": its own")])
 def test_what_a_kernel_printed_is_told_of_no_other(stderr, wanted):
     ended = children.Ended([], 0, "", stderr.format(runner._BEGINS), 9.0)

@@ -75,6 +75,8 @@ def _given(shape: Shape, name: str, *args: Any, **known: Any) -> Any:
     try:
         return shape[name](*args, **known)
     except Exception as error:
+        if "CUDA error" in str(error):
+            raise  # It may come late, from the kernel's launch.
         raise SettingError(
             f"{name}: raises {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
