@@ -117,6 +117,8 @@ FILES = [
     ({"__init__.py": "from fastkernels.kernels import decode"}, DECODE),
     ({"__init__.py": "try:\n    from .kernels import decode\nexcept ImportError:\n    pass"}, DECODE),
     ({"__init__.py": "if True:\n    def decode(q, cache, *, scale): ..."}, DECODE),
+    ({"__init__.py": "try:\n    def decode(q, cache, *, scale): ...\nfinally:\n    pass"}, DECODE),
+    ({"__init__.py": "from .one import *\nfrom .kernels import *", "one.py": "x = 1"}, DECODE),
     # The last definition counts, and a module before a package of its name.
     ({"__init__.py": "def decode(q, cache): ...\ndef decode(q, cache, *, scale): ..."}, DECODE),
     ({"__init__.py": "def decode(q, cache, *, scale): ...\ndef decode(q, cache): ..."}, ""),
@@ -139,6 +141,9 @@ FILES = [
 def short(x):
     import torch  # noqa: F401
     from fastkernels import decode
+    from torch.nn import functional  # noqa: F401
+
+    from staleproof import device  # noqa: F401
 
     return decode(x, x)
 

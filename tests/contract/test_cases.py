@@ -66,15 +66,17 @@ def test_an_audit_that_is_interrupted_leaves_no_process_and_asks_nothing_more(de
 
 
 def test_a_module_that_does_not_import_or_registers_nothing_is_a_finding(tmp_path, device):
-    (tmp_path / "broken.py").write_text("import torch\nimport no_such_module\n")
+    (tmp_path / "broken.py").write_text("def load():\n    import no_such_module\nload()\n")
+    (tmp_path / "misnamed.py").write_text("from staleproof import audit\naudit.rows(hiden=3)(print)\n")
     (tmp_path / "nothing.py").write_text("x = 1\n")
-    modules = [str(tmp_path / name) for name in ("broken.py", "nothing.py", "absent.py")]
+    modules = [str(tmp_path / name) for name in ("broken.py", "nothing.py", "absent.py", "misnamed.py")]
     found = [*cases.audit(modules, device)]
     assert [(one.variant, one.question, one.failed) for one in found] == [(m, "0", True) for m in modules]
     where = f"({tmp_path / 'broken.py'}, line 2)"
     assert found[0].note.endswith(f"ModuleNotFoundError: No module named 'no_such_module' {where}")
     assert found[1].note == "registers no kernel"
     assert "absent.py" in found[2].note
+    assert found[3].note.endswith(f"({tmp_path / 'misnamed.py'}, line 2)")
 
 
 def test_a_kernel_that_cannot_run_here_says_why_and_whether_its_calls_fit(monkeypatch, device):
@@ -223,8 +225,10 @@ def test_an_audit_goes_on_where_an_earlier_one_has_gaps(kernels):
     }
 
 
-def test_a_module_without_kernels_is_a_broken_clause_of_yours(kernels):
-    made = cases.table(["broken.py", "nothing.py"], lambda *_: None)
+def test_a_module_without_kernels_is_a_broken_clause_of_yours(kernels, monkeypatch):
+    # One of ours may have none for the packages that are here.
+    monkeypatch.setitem(KERNELS, cases.SUBJECTS[0], [])
+    made = cases.table(["broken.py", "nothing.py", cases.SUBJECTS[0]], lambda *_: None)
     assert [(case.key, case.expect, case.ask(None, "cpu")) for case in made] == [
         (Key(CONTRACT, "0", "broken.py", "yours"), HOLDS, breaks("does not import: ended with 1")),
         (Key(CONTRACT, "0", "nothing.py", "yours"), HOLDS, breaks("registers no kernel")),
@@ -298,6 +302,7 @@ NOWHERE = replace(ABSENT, release="kernels", note="kernels is not here")
         ([NOWHERE], [ROW], [ROW]),
         ([ROW], [NOWHERE], [ROW]),
         ([NOWHERE], [], [NOWHERE]),
+        ([NOWHERE], [replace(ROW, variant="other")], [NOWHERE, replace(ROW, variant="other")]),
     ],
 )
 def test_an_answer_replaces_a_gap_and_a_gap_replaces_no_answer(known, new, both):

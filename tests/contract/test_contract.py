@@ -29,6 +29,7 @@ def test_a_release_is_compared_with_the_newest_before_it_of_its_own_package():
     assert (change.before.release, change.after.verdict) == ("kernels 1.10", BREAKS)
     # The same release, where it was asked before.
     assert contract.compare([ROW, replace(ROW, release="kernels 2.0", verdict=HOLDS)], [ROW]) == []
+    assert contract.compare([replace(ROW, variant="other", verdict=HOLDS), ROW], [ROW]) == []
     theirs = replace(ROW, release="others 2.0", verdict=HOLDS)
     assert contract.compare([ROW, theirs], [replace(ROW, release="kernels 1.1")]) == []
     assert contract.compare([], [ROW]) == [(None, ROW)]

@@ -86,6 +86,22 @@ def test_nothing_happens_without_the_option(pytester):
     pytester.makepyfile(my_kernels=MODULE)
     result = pytester.runpytest_inprocess(*PLUGIN, "my_kernels.py")
     result.assert_outcomes()
+    assert pytester.parseconfig(*PLUGIN).getoption("--padding-contract-device") == "auto"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("from staleproof import audit", True),
+        ("from staleproof import mla_decode, audit as contract", True),
+        ("    from staleproof.audit import rows", True),
+        ("import staleproof.audit", True),
+        ("from staleproof import mla_decode", False),
+        ("from staleproof.auditing import audit", False),
+    ],
+)
+def test_a_module_that_imports_the_decorators_in_any_way_is_read(line, found):
+    assert bool(pytest_plugin._REGISTERS.search(f"import torch\n{line}\n")) == found
 
 
 def test_a_page_that_shows_how_to_register_a_kernel_is_no_module(pytester):

@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from staleproof.cases import children
-from staleproof.cases.case import absent
+from staleproof.cases.case import Reading, absent
 from staleproof.contract import attention_probes, runner, scenes, scripts
 from staleproof.contract.contract import BREAKS, NO_REFERENCE, UNDEFINED, breaks, holds
-from staleproof.kernels.subject import KINDS, Subject, load_module
+from staleproof.kernels.subject import KINDS, SIZES, Subject, load_module
+from staleproof.kernels.vllm_sources import UnavailableError
 
 NOT_RUN = "not run"
 RELEASE = runner.packages.Release("1.0", Path("/site"))
@@ -343,7 +344,11 @@ NOT_THE_KERNELS = {
         "a file of it is not here: config.jinja",
     ),
     "module": named("does not import here", ModuleNotFoundError("No module named 'orjson'")),
-    "signature": named("its calls do not fit this release", TypeError("f() got an unexpected keyword x")),
+    "files": named("does not import here", UnavailableError("vLLM has no such file")),
+    **{
+        text: named("its calls do not fit this release", TypeError(f"f() {text}"))
+        for text in ("got an unexpected keyword x", "missing 1 argument", "takes 2", "got multiple values")
+    },
     "ninja": named("a module of it could not be compiled here", RuntimeError("Ninja build failed:\n1 error")),
     "nvcc": named("a module of it could not be compiled here", RuntimeError("Could not find nvcc and")),
 }
@@ -567,7 +572,7 @@ def test_our_own_operations_are_found_in_a_checkout_that_is_not_installed(monkey
     assert (release.version, release.folder) == ("checkout", None)
 
 
-K = Subject("k", "rows", print, package="kernels", skip={"W": "asked elsewhere"})
+K = Subject("k", "rows", print, package="kernels", skip={"W": "asked elsewhere"}, documented={"O": "theirs"})
 OK, BAD = holds(), breaks("row 1", "rows", "nan")
 SHOWN, LEFT = replace(BAD, script="a script"), replace(BAD, verdict=UNDEFINED)
 ABORTED = breaks("ended its process with signal 6")
@@ -591,7 +596,7 @@ def _asked(*clauses):
         ),
         # What its documentation leaves to the caller is shown as well.
         (
-            [([*_asked("0"), ("k", "R", LEFT, ("text",)), *_asked("O")], 0)],
+            [([*_asked("0"), ("k", "R", None, ("text",)), ("k", "R", LEFT, ()), *_asked("O")], 0)],
             ["0RO"], {"0": OK, "R": replace(LEFT, script="a script"), "O": OK},
         ),
         # The process ends at a clause, and another goes on with the next.
@@ -599,8 +604,17 @@ def _asked(*clauses):
             [([*_asked("0"), ("k", "R", None, ("text",))], -6), (_asked("O"), 0)],
             ["0RO", "O"], {"0": OK, "R": replace(ABORTED, script="a script"), "O": OK},
         ),
+        # Also where its documentation leaves that to the caller.
+        (
+            [([*_asked("0", "R"), ("k", "O", None, ())], -6)],
+            ["0RO"], {"0": OK, "R": OK, "O": Reading(UNDEFINED, note=f"{ABORTED.note}; documented: theirs")},
+        ),
         # Clause 0 breaks, and nothing more is asked.
-        ([([("k", "0", None, ()), ("k", "0", BAD, ())], 0)], ["0RO"], {"0": BAD, "R": UNASKED, "O": UNASKED}),
+        *(
+            ([([("k", "0", None, ()), ("k", "0", bad, ())], 0)], ["0RO"],
+             {"0": bad, "R": UNASKED, "O": UNASKED})
+            for bad in (BAD, LEFT)
+        ),
         ([([], 1)], ["0RO"], {"0": breaks("does not load: ended its process with 1: ImportError: x"),
                               "R": UNASKED, "O": UNASKED}),
         ([([], None)], ["0RO"], {"0": breaks("does not load: no answer within 90 s"),
@@ -645,6 +659,14 @@ def test_no_process_is_started_for_what_was_stopped(monkeypatch):
     assert runner.answers("m", [replace(K, asked=("0", "W"))], RELEASE, "cpu", stop=stop) == {
         "k": {"0": ended, "W": absent("asked elsewhere")}
     }
+    # Nor one for a script.
+    stop.clear()
+    told = [*_asked("0"), ("k", "R", BAD, ("text",))]
+    monkeypatch.setattr(
+        runner.children, "call", lambda *a, **given: stop.set() or children.Ended(told, 0, "", "", 1.0)
+    )
+    monkeypatch.setattr(runner.scripts, "tried", pytest.fail)
+    assert runner.answers("m", [K], RELEASE, "cpu", stop=stop)["k"]["R"] == BAD
 
 
 @pytest.mark.parametrize(
@@ -700,6 +722,10 @@ def test_a_child_tells_each_answer_at_once_and_then_with_its_script(monkeypatch,
     assert limits == [1] + [(5.0, True), "off"] * len(clauses)
 
 
+NO_COUNTS = (
+    *("layout", "dtype", "q_len", "prepared", "planned", "empty_lse", "grouped", "padding_id", "in_place"),
+    *("reference", "inverse", "make", "pad_slot", "pad_index"),
+)
 BY_CLAUSE = 'expected a text for each clause, such as {"R": "why"}, got'
 
 
@@ -713,7 +739,16 @@ BY_CLAUSE = 'expected a text for each clause, such as {"R": "why"}, got'
             "rows(dtype='float99')",
             "dtype of k: expected a dtype of torch by name, such as float16, got 'float99'",
         ),
-        ("rows(reference=3)", "reference of k: expected a function, got 3"),
+        *(
+            (f"{kind}({name}=0)", f"{name} of k: expected a positive integer, got 0")
+            for kind, sizes in SIZES.items()
+            for name in sizes
+            if name not in NO_COUNTS
+        ),
+        *(
+            (f"{kind}({name}=3)", f"{name} of k: expected a function, got 3")
+            for kind, name in (("rows", "reference"), ("rows", "inverse"), ("operands", "make"))
+        ),
         ("rows", "rows: expected @audit.rows(), with parentheses, got @audit.rows"),
         ("rows(name=3)", "name: expected a text, got 3"),
         ("rows(skip=['R'])", f"skip: {BY_CLAUSE} ['R']"),

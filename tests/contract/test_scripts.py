@@ -261,6 +261,7 @@ def test_every_recorded_script_is_short_stands_alone_and_says_what_to_install():
     for row, text in texts:
         assert row.verdict in (BREAKS, UNDEFINED)
         assert len(text.splitlines()) < 30
+        assert f"Clause {row.question}: {CLAUSES[row.question]}" in text
         assert "staleproof" not in text
         wanted = row.release.partition("+")[0].replace(" ", "==")
         assert re.search(rf"^# pip install .*{re.escape(wanted)}", text, re.MULTILINE), row
