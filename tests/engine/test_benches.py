@@ -377,17 +377,17 @@ def moved(bad: int = 5, *rounds: int) -> dict[str, Any]:
 
 def test_every_number_of_live_logits_is_of_its_engines():
     usual = {"layers.1.post_attention_layernorm": [4.0, 5.0]}
-    off, on, again = moved(5), moved(0, 2, 3), moved(5, 3)
+    off, on, again = moved(5), moved(0, 1, 2, 3), moved(5, 1, 3)
     engines = ended(three(MLA, off, on, again))
     largest = {"3 of 8": usual, "8 of 8": usual}
     said = mla.live_logits(MLA, engines)
     assert said == reading(
-        # In the round of 50 an engine without the plugin had these bits too.
+        # In the rounds of 8 and of 50 an engine without the plugin had these bits too.
         "differ without it too",
         off_against_on={**ONE, "of": 128},
-        off_against_off={**ONE, "of": 128},
+        off_against_off={"logits": 2, "tokens": 2, "of": 128},
         without_padding={**SAME, "of": 16},
-        by_round={"3 of 8": {**ONE, "of": 6}, "8 of 8": {**SAME, "of": 16}, "50 of 64": {**ONE, "of": 100}},
+        by_round={"3 of 8": {**ONE, "of": 6}, "8 of 8": {**ONE, "of": 16}, "50 of 64": {**ONE, "of": 100}},
         largest_of_live_and_padding_rows={
             "off": {**largest, "50 of 64": {"layers.3": [6.0, 0.0]}},
             "on": {**largest, "50 of 64": {"layers.3": [1.0, 0.0]}},
@@ -395,6 +395,7 @@ def test_every_number_of_live_logits_is_of_its_engines():
         control="another first token changes 8 of 8 steps",
     )
     # Tokens alone are not logits.
+    on["rows"][1] = again["rows"][1] = {**off["rows"][1]}
     off["rows"][1]["tokens"] = [[7, 7]] * 8
     again["rows"][3] = off["rows"][3]
     assert mla.live_logits(MLA, engines).verdict == "padding reaches live rows"
@@ -413,13 +414,15 @@ def test_what_another_round_of_an_engine_changes():
         with_3_live_again={"logits": 0, "tokens": 1, "of": 6},
         control="another first token changes 8 of 8 steps",
     )
-    # Of the eight only the first three are compared.
+    engine["rows"][2]["sums"] = [[9, 9, 9]] * 2
+    assert mla.live_padding("one", ended({"one": engine})).verdict == "other bits of three again"
+    # Of the eight only the first three are compared, and tokens alone are not logits.
     other = moved(5)
     other["rows"][1]["sums"] = [[0, 1, 2, 9, 9, 9, 9, 9]] * 2
-    other["rows"][1]["tokens"] = [[1, 2]] * 3 + [[9, 9]] * 5
+    other["rows"][1]["tokens"] = [[1, 2]] * 2 + [[9, 9]] * 6
     assert mla.live_padding("one", ended({"one": other})) == reading(
         "same bits",
-        with_8_live={**SAME, "of": 6},
+        with_8_live={**SAME, "tokens": 1, "of": 6},
         with_3_live_again={**SAME, "of": 6},
         control="another first token changes 8 of 8 steps",
     )

@@ -13,7 +13,7 @@ from staleproof.engine.orders import EngineResult
 
 def blocks_by_fifth(nonzero: int, nan: int = 0) -> dict[str, list[int]]:
     rows = {"given": 25, "nonzero": nonzero, "nan_in_tail": nan, "from_state": nonzero}
-    return {name: [0, 0, 0, 0, count] for name, count in rows.items()}
+    return {name: [count // 3, 0, 0, 0, count - count // 3] for name, count in rows.items()}
 
 
 def served(changed: tuple[int, ...] = (), nan: tuple[int, ...] = (), stale: int = 0) -> dict[str, object]:
@@ -134,6 +134,7 @@ def test_blocks_of_mla_that_vllm_does_not_zero(monkeypatch):
 )
 def test_what_is_noticed_without_zeroing(cache, off, on, again, said):
     off, on = {**off, "tokens": [[0]] * 100}, {**on, "blocks_by_fifth": blocks_by_fifth(0, nan=3)}
+    on["tokens"] = [*on["tokens"][:-1], [0]]
     told = {f"zeroing{cache}": on, f"no zeroing{cache}": off, "zeroing again": again}
     told = {"zeroing": served(), "cache": {"blocks": 24, "block_size": 528}, **told}
     found = hybrid.bits("one", cache, ended({"one": told}))
@@ -144,8 +145,8 @@ def test_what_is_noticed_without_zeroing(cache, off, on, again, said):
         nan_by_fifth=[0, 0, 0, 0, nan],
         nan_with_zeroing_by_fifth=[on["nan"].count(True), 0, 0, 0, 0],
         changed_bits_by_fifth=[sum(row // 20 == fifth for row in where) for fifth in range(5)],
-        # Of the first request only the token is the same.
-        changed_tokens_by_fifth=[19, 20, 20, 20, 20],
+        # Of the first request and of the last the token is the same.
+        changed_tokens_by_fifth=[19, 20, 20, 20, 19],
         changed_with_zeroing_again=[int(any(one == [-1] for one in again["logprobs"])), 0, 0, 0, 0],
         blocks_by_fifth=off["blocks_by_fifth"],
         blocks_with_zeroing_by_fifth=blocks_by_fifth(0, nan=3),

@@ -213,11 +213,11 @@ def test_an_engines_variables_are_its_own_before_all_others(monkeypatch, own):
     """Without any of its own nothing is loaded that another engine compiled."""
     started = []
     monkeypatch.setattr(children, "start", lambda *args, env: started.append((args, dict(env))))
-    order = replace(ORDER, patches="all", env={"A": "1", **own})
+    order = replace(ORDER, patches="kv_reuse", env={"A": "1", **own})
     orders.start(order, Path("/compiled"))
     ((args, env),) = started
     assert args == (orders.session.serve, order)
-    ours = {"STALEPROOF_PATCHES": "all", "TORCHINDUCTOR_CACHE_DIR": "/compiled"}
+    ours = {"STALEPROOF_PATCHES": "kv_reuse", "TORCHINDUCTOR_CACHE_DIR": "/compiled"}
     all_others = {**orders.whole_vllm.ENVIRONMENT, "VLLM_DISABLE_COMPILE_CACHE": "1", **ours}
     assert env == {**all_others, **order.env}
 

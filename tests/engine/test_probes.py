@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from staleproof.engine import memory_probes, probes, router_probes, watch_probes, watching
 from staleproof.engine.probes import prompts
+from staleproof.engine.session import OPTIONS
 from staleproof.evidence import AllocationLedger
 from staleproof.evidence.allocations import Usage
 from staleproof.evidence.ledger import Phase
@@ -35,6 +36,8 @@ def test_rows_tells_what_the_last_decode_step_of_each_round_wrote(engine, monkey
 
     def step(live, size):
         engine.watch.keep(stage, torch.arange(1.0, size + 1)[:, None])
+        # The first live row and the last padding row are NaN.
+        engine.watch.keep("layers.1.mlp", torch.ones(size, 1).index_fill(0, torch.tensor([0, -1]), torch.nan))
         # Each row names two experts; the first live and the last padding row one of them twice.
         ids = torch.tensor([[0, 1]] * size)
         ids[0] = ids[-1] = 3
@@ -54,7 +57,7 @@ def test_rows_tells_what_the_last_decode_step_of_each_round_wrote(engine, monkey
     assert one == {
         "live": 3,
         "size": 8,
-        "stages": {"layers.0.attention": [0, 5], stage: [0, 0]},
+        "stages": {"layers.0.attention": [0, 5], stage: [0, 0], "layers.1.mlp": [1, 1]},
         "largest": {stage: [3.0, 8.0]},
         "tokens": [[first, number] for number, first in enumerate(firsts)],
         "sums": [sums(each) for each in logits],
@@ -242,6 +245,8 @@ def test_no_row_that_agrees_leaves_no_error_of_a_weight():
     chosen = [[1, 0], [2, 3]], [[0, 2], [3, 1]]
     one, two = (router_probes._sorted(torch.tensor(ids), torch.ones(2, 2)) for ids in chosen)
     assert router_probes._apart(one, two) == [2, 0.0]
+    weights = (one[0], one[1] + 0.25)
+    assert router_probes._apart(one, weights) == router_probes._apart(weights, one) == [0, 0.25]
 
 
 def test_quantizers_are_asked_with_and_without_rows_of_nan(engine, monkeypatch, on_cpu):
@@ -421,6 +426,7 @@ def test_a_death_is_predicted_from_one_buffer_and_then_brought_about(engine, mon
     assert engine.watch.ledger.budget_bytes == 1000 + room
     # More requests than a graph has rows, and as many tokens as the profile run had.
     small, full = (70, 67, 4), (8, 2040, 4)
+    assert sum(full[1:]) <= OPTIONS["max_model_len"]
     layers = (0, small), (1, small), (4, small), (0, full), (1, small), (4, small), (4, full)
     assert device.steps == [(number, *step) for number, step in layers]
     assert device.calls == ["wait", "empty"] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import types
 from types import SimpleNamespace as Space
@@ -53,9 +54,9 @@ def test_flags_are_those_of_the_last_decode_step():
 
 def test_the_largest_magnitude_of_what_experts_get_leaves_nan_out():
     watch, stage = Rows(), "layers.1.post_attention_layernorm"
-    watch.keep(stage, torch.tensor([[1.0, -3.0], [NAN, 2.0], [NAN, NAN]]))
-    assert watch.largest[stage, 3].tolist() == [3.0, 2.0, 0.0]
-    assert watch.flags[stage, 3].tolist() == [0, 1, 1]
+    watch.keep(stage, torch.tensor([[1.0, -3.0], [NAN, 2.0], [NAN, NAN], [-math.inf, 1.0]]))
+    assert watch.largest[stage, 4].tolist() == [3.0, 2.0, 0.0, math.inf]
+    assert watch.flags[stage, 4].tolist() == [0, 1, 1, 0]
 
 
 def test_query_tokens_of_a_request_are_rows(monkeypatch):

@@ -53,8 +53,8 @@ def test_a_block_that_was_state_is_stale_unless_it_is_zeroed(runner, zeroing, ze
         runner.cache.zero_()
         # Block 2 is state of request a, then keys and values of request b.
         log.step(runner, output(new=[(f"a{number}", ([2], [1]), 3)], zero=[1]))
-        # One value that the request left there; vLLM's zeroing runs before a block is counted.
-        runner.cache[2, 1, 6, 0, 1] = NAN if stale else 0.0
+        # What the request left there; vLLM's zeroing runs before a block is counted.
+        runner.cache[2, 1, 6, 0] = NAN if stale else 0.0
         log.step(runner, output(new=[(f"b{number}", ([3], [2]), 3)], zero=zero))
     # Block 1 was never state.
     of_each = {"given": 2, "nonzero": stale, "nan_in_tail": stale, "from_state": stale}
@@ -331,7 +331,7 @@ def test_flashinfers_moe_is_loaded_from_the_module_of_its_release(monkeypatch, t
     sys.modules["flashinfer"].__version__ = "0.6.1"
     stand_in(monkeypatch, "flashinfer.fused_moe", core=core)
     stand_in(monkeypatch, "tvm_ffi", load_module=lambda path: ("loaded", path))
-    for name in ("0.6.1-0a9f", "0.6.1-9f0a", "0.6.10-0a9f", "0x6.1-0a9f", "0.6.1-0a9f.so", "0.6.1-zz"):
+    for name in ("0.6.1-0a9f", "0.6.1-9f0a", "0.6.10-0a9f", "0x6.1-0a9f", "0.6.1-0a9f.so", "0.6.1-00zz"):
         (tmp_path / f"fused_moe_sm90-{name}.so").touch()
     monkeypatch.setenv("STALEPROOF_MOE_MODULES", str(tmp_path))
     tenants.flashinfer_moe(Rows())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from urllib.error import URLError
 
@@ -72,6 +73,16 @@ def test_a_port_may_be_named_with_or_without_scheme_and_path(monkeypatch, url, h
     assert asked == [(f"http://{host}:1/metrics", watching.TIMEOUT_S)]
 
 
+def test_what_answers_and_is_no_watch_is_an_error(monkeypatch):
+    answer = b"<html>"
+    monkeypatch.setattr(watching.urllib.request, "urlopen", lambda *_, **given: io.BytesIO(answer))
+    with pytest.raises(watching.WatchError, match=r"^http://host:1/metrics: .*<html>"):
+        watching.fetch("host:1")
+    # A label in another encoding hides no count.
+    answer = b'staleproof_up{of="\xe4"} 1.0\n'
+    assert [one.value for one in watching.fetch("host:1")] == [1.0]
+
+
 def test_json_has_every_sample_and_is_in_order_of_name():
     text = watching.as_json(SAMPLES)
     told = json.loads(text)
@@ -89,6 +100,7 @@ def test_json_has_every_sample_and_is_in_order_of_name():
         ([], [], [], "step 0"),
         ([5, 4], [2, 1], [], "step 9; counts are of 3 steps: of all there were about 3.0 times as many"),
         ([8], [8], [1], "step 8"),
+        ([8], [8], [2], "step 8; one layer in 2"),
         ([8], [8], [1, 4, 2], "step 8; one layer in 4"),
     ],
 )
