@@ -239,8 +239,11 @@ def test_a_patch_says_that_it_works_as_soon_as_one_of_its_functions_is_wrapped(p
 def test_another_packages_wrapper_is_left_alone_unless_asked(package, caplog, hook):
     ops = _ops()
     own = ops.double
-    theirs = ops.double = lambda x: own(x) + 0.5
     patch = _patch(_double(**hook))
+    # Also where ours has been before theirs.
+    with patch.applied("1.0.0"):
+        pass
+    theirs = ops.double = lambda x: own(x) + 0.5
     patch.apply("1.0.0")
     assert ops.double is theirs
     assert "p leaves double alone: double was wrapped by" in caplog.text
@@ -470,6 +473,8 @@ def test_a_function_is_a_strangers_unless_its_file_is_of_the_modules_package(pac
     by_them.__module__ = None
     assert arguments.stranger_at(ops, by_them, ops) == str(tmp_path / "theirs.py")
     assert arguments.stranger_at(Patch, ops.double, ops) == "staleproof.vllm.patch"
+    # A class of the same package that lives in another module.
+    assert arguments.stranger_at(Patch, Patch.apply, hooks) == "staleproof.vllm.patch"
     assert arguments.stranger_at(ops.Impl, ops.Impl.run, ops) is None
 
 

@@ -180,13 +180,15 @@ def test_what_a_switch_says(here, tmp_path, caplog, words, off, said):
 @pytest.mark.parametrize(
     ("words", "off"), [("mla_padding", ["mla_padding"]), ("kv_reuse", ["undrained_ids"])]
 )
-def test_a_word_for_a_patch_spares_the_others_of_an_incident_of_that_name(tmp_path, monkeypatch, words, off):
+def test_a_word_for_a_patch_spares_the_others_of_an_incident_of_that_name(
+    tmp_path, monkeypatch, caplog, words, off
+):
     switched = []
     monkeypatch.setattr(standing, "switch", lambda names, why: switched.append(names) or [])
     incidents = {"mla_padding": "mla_padding", "fp8_scale": "mla_padding", "undrained_ids": "kv_reuse"}
     (tmp_path / "off").write_text(words)
     live.look_at_switch(str(tmp_path / "off"), Here("0.22.1", [*incidents], incidents=incidents))
-    assert switched == [off]
+    assert (switched, caplog.messages) == ([off], [])
 
 
 def test_each_second_what_may_come_back_is_put_in_place_again(here, monkeypatch):
@@ -242,14 +244,16 @@ def test_a_fork_that_ends_leaves_the_servers_folder(here):
     assert Path(os.environ[live.FOLDER]).is_dir()
 
 
-def test_what_has_not_changed_is_not_written_again(here):
+def test_what_has_not_changed_is_not_written_again(here, monkeypatch):
     file = Path(os.environ[live.FOLDER]) / f"{os.getpid()}.json"
     file.unlink()
     here.publish()
     assert not file.exists()
     here.model = "another"
+    monkeypatch.setitem(standing.counters, "unwritten_hits", lambda: 7)
     here.publish()
     told = json.loads(file.read_text())
     assert told == json.loads(json.dumps(here.report()))
     assert (told["model"], told["ready"], told["vllm"]) == ("another", False, "0.22.1")
+    assert told["counts"]["unwritten_hits"] == 7
     assert live.health()["model"] == "another"

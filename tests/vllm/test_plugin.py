@@ -177,6 +177,8 @@ UNKNOWN = "vLLM 0.99.0 is not a release we know (nearest: 0.33.0); nothing is pa
 def test_bad_input_is_one_line_and_vllm_starts(installed, caplog, monkeypatch, version, package, names, line):
     installed(version, {} if package else None)
     monkeypatch.setenv(plugin.VARIABLE, names)
+    # Only "probe" asks for an unknown release.
+    monkeypatch.setenv(plugin.UNKNOWN, "yes")
     (said,) = _register(caplog)
     assert said.startswith(f"staleproof: {line}")
 
@@ -244,6 +246,15 @@ def applied_fixture(monkeypatch):
     assert not hooks._watched
 
 
+def test_only_the_patches_with_a_plus_are_forced(applied, monkeypatch):
+    applied(lambda: None)
+    forced = {}
+    monkeypatch.setattr(Patch, "apply", lambda self, version, *, force: forced.update({self.name: force}))
+    monkeypatch.setattr(plugin, "chosen", lambda text: Choice(frozenset("abcd"), frozenset("b")))
+    plugin.register()
+    assert forced == {"a": False, "b": True, "c": False, "d": False}
+
+
 def _leaves():
     raise SystemExit("planted")
 
@@ -270,6 +281,7 @@ def test_what_fails_after_the_patches_says_what_stands(applied, caplog, monkeypa
     lines = _register(caplog)
     assert any(line.startswith("staleproof: a, b, c, d stand, no others: ") for line in lines)
     assert live.health()["vllm"] == "0.18.1"
+    assert {state for state, _ in live.health()["patches"].values()} == {"will be patched"}
     assert standing.in_service() == ["a", "b", "c", "d"]
 
 

@@ -121,6 +121,7 @@ def test_a_patch_that_stands_or_is_not_needed_meets_the_requirement(state):
         (("not needed", "gone", "waiting"), ("refused", "gone")),
         (("not needed", "waiting"), ("will be patched", "")),
         (("not needed",), ("not needed", "")),
+        ((), ("will be patched", "")),
     ],
 )
 def test_a_function_without_the_defect_is_not_missed(states, state):
@@ -129,6 +130,14 @@ def test_a_function_without_the_defect_is_not_missed(states, state):
     found = process.state("a")
     standing.forget("a")
     assert found == state
+
+
+def test_a_patch_whose_hook_failed_in_a_trace_is_refused_as_soon_as_somebody_asks():
+    standing.note("a", "vllm.ops:double", "in place")
+    standing.failed_in_trace["a"] = "planted"
+    found = process.state("a")
+    standing.forget("a")
+    assert found == ("refused", "planted")
 
 
 def test_a_traced_patch_stands_in_part_if_it_is_no_factor_of_the_compile_cache(monkeypatch):

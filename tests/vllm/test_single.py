@@ -18,6 +18,9 @@ class Manager:
     def allocate(self, count):
         return list(range(count))
 
+    def free(self):
+        return 0
+
 
 class Derived(Manager):
     def allocate(self, count):
@@ -45,10 +48,14 @@ def test_only_the_given_object_has_the_hook(managers):
     own = managers.Manager.allocate
     wrapped(lambda result, args, kwargs: [*result, type(args[0]).__name__])
     assert managers.Manager.allocate is own
-    assert standing.targets("p") == {"managers:Manager.allocate": "in place"}
+    assert hooks.checked("p") == {"managers:Manager.allocate": "in place"}
+    # A hook on the class is not put on the object once more.
+    hooks.wrap("p", Target("managers", "Manager.free", ("self",), after=lambda r, args, kwargs: r + 1))
     one, other = managers.Derived(None), managers.Manager(None)
     single.hook("p", one)
     single.hook("p", one)
+    single.hook("another patch", other)
+    assert one.free() == 1
     # The method of its own class, once; and keywords too.
     assert one.allocate(1) == one.allocate(count=1) == [0, 1, "Derived"]
     assert other.allocate(1) == [0]

@@ -209,6 +209,7 @@ def test_a_missing_entry_point(installed, patches, monkeypatch):
     [
         ("0.22.1", None, "will be patched"),
         ("0.22.7", None, "refused"),
+        ("0.22.7", "yes", "refused"),
         ("0.22.7", "probe", "will be patched"),
     ],
 )

@@ -74,7 +74,8 @@ def test_only_chosen_stages_and_layers_are_counted():
     for number in range(8):
         watch.observe("attention", f"layers.{number}", rows_with(0))
         watch.observe("router", f"layers.{number}", rows_with(0))
-    assert [layer for _, layer in counted(watch)] == ["layers.0", "layers.4"]
+    watch.observe("attention", "of no number", rows_with(0))
+    assert [layer for _, layer in counted(watch)] == ["layers.0", "layers.4", "of no number"]
 
 
 def test_stages_beyond_the_slots_of_the_board_are_left_out(watch, monkeypatch):
@@ -145,6 +146,7 @@ def test_one_step_in_n_is_counted_and_says_so():
     watch = Watch(Settings(steps=4), DEVICE)
     for _ in range(10):
         step(watch, rows_with(1, 2), 8)
+        assert watch.left == 0, "a step that is left out would be counted"
     assert counted(watch) == {("attention", "layers.0"): (0, 6)}  # steps 1, 5 and 9
     assert watch.latest.runs == {("attention", "layers.0"): 3}
     assert (watch.latest.steps, watch.latest.counted) == (10, 3)
@@ -193,13 +195,16 @@ def test_another_number_of_tokens_is_told_whatever_the_caller_says(watch, monkey
     assert [counts for _, _, counts in words] == [True, True, False, True]
 
 
-def test_graphs_of_a_step_that_is_not_counted_count_nothing():
+def test_graphs_of_a_step_that_is_not_counted_count_nothing(monkeypatch):
     """A replay launches what was captured; the number on the device says whether it counts."""
     watch = Watch(Settings(steps=2), DEVICE)
     watch.capturing = lambda: True
+    captured, count = [], watch.board.count
+    monkeypatch.setattr(watch.board, "count", lambda *given: captured.append(count(*given)))
     for _ in range(4):
         step(watch, rows_with(1), 8)
     assert counted(watch) == {("attention", "layers.0"): (0, 2)}
+    assert len(captured) == 4
 
 
 def test_a_dummy_batch_between_two_steps_is_not_counted(watch):
@@ -226,6 +231,8 @@ def test_a_copy_that_has_not_arrived_is_not_read_and_not_waited_for(watch):
     step(watch, rows_with(1), 8)
     watch.copy()
     assert watch.reading().bad == {}
+    watch.begin_step(8, same=True)
+    assert watch.left == 0, "the next step looks again"
     watch._arrived.query = lambda: True
     if DEVICE == "cuda":
         torch.cuda.synchronize()

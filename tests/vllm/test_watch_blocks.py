@@ -47,6 +47,7 @@ def test_a_state_that_is_read_as_attention_says_so():
     blocks.step(new=[("b", [[2], [1]], 0, 3)], ended=["a"])
     assert blocks.stale == {(STATE, ATTENTION): 1}
     assert blocks.pairs == [(ATTENTION, ATTENTION), (STATE, ATTENTION)]
+    assert Blocks([STATE], [SIZE]).pairs == [], "nobody reads there"
 
 
 def test_a_prompt_that_comes_in_parts_fills_its_blocks():

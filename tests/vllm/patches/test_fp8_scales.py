@@ -228,6 +228,7 @@ def test_steps_of_as_many_tokens_write_nothing(on, monkeypatch):
     count = fp8_scales._counts[on.runner.device]
     version = count.tensor._version
     assert equal(on.step(3, 0.0), want)
+    on.step(0, 0.0)
     assert count.tensor._version == version
     on.step(4, 0.0)
     assert count.tensor._version > version
@@ -263,6 +264,9 @@ def test_other_scales_and_other_callers_are_vllms(on):
             assert on.utils._fp8_quantize(*given) == "another scale"
         # Rows that are no whole number of slots a token.
         assert fp8_scales.quantize((on.x[:5], None, False, None), {}) is NotImplemented
+        # An expert layer without a token, inside of one with some.
+        with fp8_scales.over_tokens(0, "x", (on.x[:0],), {}):
+            assert fp8_scales.quantize((on.x[:0], None, False, None), {}) is NotImplemented
         # The slots of a token do not lie side by side.
         assert fp8_scales.quantize((on.slots.T.contiguous().T, None, False, None), {}) is NotImplemented
         assert fp8_scales.quantize((on.x, None, False, None), {}) is not NotImplemented
