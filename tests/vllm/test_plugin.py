@@ -69,6 +69,9 @@ def test_patches_know_what_they_are_about():
         assert all((patch.threads, patch.cost))
         assert set(patch.requires) <= set(plugin.patches())
         assert all(target.module.startswith("vllm.") for target in patch.targets)
+        # Those of scheduler, worker and loader are in no graph, and come back.
+        host = all(target.module.startswith(("vllm.v1.core.", "vllm.v1.worker.")) for target in patch.targets)
+        assert patch.on_host == (host or name == "mxfp4_scale_tail"), name
 
 
 def _recorded(benchmark: str, provider: str, mode: str, rows: int) -> float:

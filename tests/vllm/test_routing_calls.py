@@ -15,8 +15,9 @@ def _into_experts(device, rows, top_k, experts, dtype=torch.bfloat16, **given):
     (target,) = patched.targets_for("0.20.2")
     x = torch.zeros(rows, 16, dtype=torch.bfloat16, device=device)
     w1 = torch.zeros(experts, 1, dtype=dtype, device=device)
-    weights = torch.full((rows, top_k), 0.125, device=device)
-    ids = torch.full((rows, top_k), 3, dtype=torch.int32, device=device)
+    # Rows need not lie side by side.
+    weights = torch.full((rows, top_k + 1), 0.125, device=device)[:, :top_k]
+    ids = torch.full((rows, top_k + 1), 3, dtype=torch.int32, device=device)[:, :top_k]
     args = None, torch.empty_like(x), x, w1, w1, weights, ids
     if given:
         kwargs = dict(zip(calls.APPLY[1:], args[1:], strict=True))

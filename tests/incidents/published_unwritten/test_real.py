@@ -313,6 +313,9 @@ def test_a_request_reads_every_block_that_its_prefix_reaches_into(start, read, n
     watch.scheduled(output, (scheduler,), {})
     assert watch.blocks.hits == len(read)
     assert (watch.first.blocks if watch.first else ()) == read
+    # Another scheduler of the process is looked at as well, and this one is not vLLM's.
+    watch.scheduled(output, (Space(),), {})
+    assert watch._left_alone
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,8 @@ def test_grouped_routing_by_name_is_that_by_position_and_what_has_no_rows_is_vll
     for args, kwargs in ((given, {}), ((), by_name), (given[:2], {n: by_name[n] for n in calls.GROUPED[2:]})):
         assert all(map(torch.equal, calls.grouped(args, kwargs), expected))
     assert calls.grouped((torch.empty(0, 24), *given[1:]), {}) is NotImplemented
+    none = torch.empty(0, 4), torch.empty(0, 4, dtype=torch.int32), None, torch.empty(0, 24)
+    assert calls.softmax(none, {}) is calls.sigmoid(none, {}) is NotImplemented
     # Scores instead of logits, also by default.
     for scoring in ({"scoring_func": 0}, {}):
         assert calls.grouped(given[:1], dict([*by_name.items()][1:7]) | scoring) is NotImplemented
