@@ -84,8 +84,9 @@ class Runtime:
 
 
 def test_each_launch_reads_its_own_ids_however_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime, ring, read = Runtime(monkeypatch), IdRing(5, torch.device("cpu")), []
-    sent = [[n, n + 1, n + 2][: 1 + n % 3] for n in range(40)]
+    runtime, ring, read = Runtime(monkeypatch), IdRing(3, torch.device("cpu")), []
+    # Each of the first lists fills a slot.
+    sent = [[n, n + 1, n + 2][: 3 if n < AHEAD else 1 + n % 3] for n in range(40)]
     for step, ids in enumerate(sent):
         ring.send(np.array(ids), 0, runtime.reader(len(ids), read))
         if step < AHEAD:

@@ -252,6 +252,8 @@ def test_what_the_hopper_kernels_cannot_address_goes_to_the_portable_one(monkeyp
         {"heads": 8, "q_len": 3},
         {"heads": 40, "q_len": 2},
         {"page_stride": 128 * 576},
+        {"batch": 1024},
+        {"heads": 128, "q_len": 8},
     ],
 )
 def test_what_the_hopper_kernels_can_address_is_theirs(monkeypatch, change):

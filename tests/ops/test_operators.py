@@ -346,6 +346,12 @@ def test_a_mode_that_only_watches_sees_plain_launches(case: Case, device: str) -
     assert "staleproof" not in seen
 
 
+def test_a_fake_tensor_is_traced_outside_of_its_mode_too() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    assert operators.traced(fake)
+
+
 def test_the_guard_is_taken_for_another_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     monkeypatch.setattr(operators, "current_device", lambda: 0)

@@ -328,6 +328,7 @@ BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
     "no experts": ({"router_logits": X[:, :0]}, r"router_logits: expected 1 to"),
     "many experts": ({"router_logits": torch.zeros(1, 1025)}, r"router_logits: expected 1 to 1024 experts"),
     "layout": ({"router_logits": X.T}, r"router_logits: expected contiguous rows"),
+    "columns apart": ({"router_logits": torch.zeros(4, 16)[:, ::2]}, r"router_logits: expected contiguous"),
     "k over experts": ({"top_k": 9}, r"top_k: expected 1 to 8 experts, got 9"),
     "k zero": ({"top_k": 0}, r"top_k: expected 1 to 8 experts, got 0"),
     "k over 32": ({"router_logits": torch.zeros(1, 64), "top_k": 33}, r"top_k: .*1 to 32"),
