@@ -62,6 +62,7 @@ def test_hopper_has_kernels_of_its_own_whose_addresses_stay_out_of_local_memory(
         (100, "mla_decode_kernel", "batch 1, float32", {"spilled": 8}, None),
         (100, "mla_decode_kernel", "c", {"spilled": 8}, "8 bytes of registers spilled"),
         (90, "topk_kernel", "c", {"spilled": 8}, "8 bytes of registers spilled"),
+        (90, "mla_decode_kernel", "c", {}, None),
     ],
 )
 def test_what_stops_a_kernel_or_slows_it_down_is_a_problem(capability, kernel, case, found, problem):
@@ -69,6 +70,14 @@ def test_what_stops_a_kernel_or_slows_it_down_is_a_problem(capability, kernel, c
     assert compiled.problems == ([problem] if problem else [])
     (row,) = architectures.summary([compiled])
     assert row["problems"] == [f"{case}: {one}" for one in compiled.problems]
+    assert bool(row["accepted"]) == bool(compiled.spilled and compiled.accepted)
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), ("CompilationError: at 1:1", 1)])
+def test_the_command_ends_with_1_if_there_are_problems(monkeypatch, error, code):
+    found = [Compiled(90, "k", "c", error=error)]
+    monkeypatch.setattr(architectures, "compile_all", lambda capabilities: found)
+    assert architectures.main(["90"]) == code
 
 
 def test_an_unknown_architecture_is_refused_in_one_line(capsys):

@@ -15,7 +15,7 @@ from tools import bound
         ("1234 ids", "1,234", []),
         # Rounded to as many decimals as the page has.
         ("3.9 GiB, 4 GiB and 3.8 GiB", '{"bytes": 4227907584}', ["3.8"]),
-        ("3 MiB of 2 KiB", "3145728 and 2048", []),
+        ("3.00 MiB of 2.00 KiB", "3145728 and 2048", []),
         ("12 ms and 13 ms", '{"seconds": 0.0124}', ["13"]),
         # A source may count in the unit of the page.
         ("3.2 ms and 3.3 ms", "3.21 ms", ["3.3"]),

@@ -95,6 +95,14 @@ def test_a_cell_is_compared_cold_with_the_fastest_of_the_peers_that_ran():
     assert lines(rows) == {}
 
 
+def test_the_heat_map_has_a_cell_in_its_band_and_counts_the_close_ones():
+    cell = {"drawn": 0, "cache": "cold", "x_value": 128}
+    rows = [row("staleproof", 10.8, **cell), row("fa3", 10.0, **cell)]
+    said, _, _, band, *_ = figures.grid_lines(rows)
+    assert ": geometric mean 1.08, 0 at most 1.05, worst 1.08." in said
+    assert "1.08, worst 1.08 of 1" in band.split("|")[2]
+
+
 def test_the_sentence_of_readme_counts_whom_no_peer_beats_and_names_the_worst_case(run):
     about = dict.fromkeys(("torch", "triton", "flashinfer"), "1")
     for ours, said in ((10.0, "In 1 of 1 groups"), (10.1, "In 0 of 1 groups")):

@@ -105,7 +105,11 @@ def there(folder: Path, *names: str) -> tuple[Path, dict[str, str]]:
     lines = "".join(f'sh "{folder}/{n}/setup.sh" "{site}/{n}"; . "{site}/{n}/env"; ' for n in names)
     said = subprocess.run(
         ["sh", "-ec", f"{lines} env"],
-        env={"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": "/checkout/src"},
+        env={
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "PYTHONPATH": "/checkout/src",
+            "LD_LIBRARY_PATH": "/cuda",
+        },
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -130,11 +134,17 @@ def test_findings_arrive_with_every_variable_naming_what_is_there(tmp_path, down
     assert variables["STALEPROOF_AUDIT_PACKAGES"] == str(cached)
     assert (cached / f"flashinfer_python-{moe_module.WITHOUT_CHECK}/flashinfer/data/csrc/kernel.cu").exists()
     assert (cached / f"vllm-{fused_moe.VLLM}/vllm/{fused_moe.MOE_LIBRARY}").exists()
-    assert (Path(variables["LD_LIBRARY_PATH"]) / fused_moe.CUDA_RUNTIME).exists()
+    before, carried = variables["LD_LIBRARY_PATH"].split(":")
+    assert (before, (Path(carried) / fused_moe.CUDA_RUNTIME).exists()) == ("/cuda", True)
     assert "vllm/0.19.1/vllm/file" in found
     assert "flashinfer/flashinfer/data/csrc/kernel.cu" in found
     for left_out in ("vllm-rs", "deep_gemm", "static", "_vllm_fa2", "stable", "data/cutlass"):
         assert not [name for name in found if left_out in name], left_out
+
+
+def test_a_list_of_packages_holds_no_comment():
+    names = [name for file in ("engine.txt", "serve.txt", "audit.txt") for name in parts.listed(file)]
+    assert all(name[0].isalnum() for name in names)
 
 
 def test_a_part_that_arrived_broken_stops_the_setup(tmp_path, downloads, sources):

@@ -177,7 +177,8 @@ def test_a_count_that_goes_back_and_a_failed_scrape_are_noticed():
     assert wrong(steps=[40, 40]) == ["its steps do not grow"]
     lost = {"counted_steps": 40, "stage_runs router": 30}
     assert wrong(last=lost) == ["its kernels ran 30 times in 40 counted steps"]
-    assert judged("watch", good | {"log": []}) == ["does not say once: watch on port"]
+    for log in ([], good["log"] * 2):
+        assert judged("watch", good | {"log": log}) == ["does not say once: watch on port"]
 
 
 IN_PLACE, OFF = {"in place": 9, "not needed": 3}, {"off": 9, "not needed": 3}
@@ -189,6 +190,7 @@ IN_PLACE, OFF = {"in place": 9, "not needed": 3}, {"off": 9, "not needed": 3}
         ([IN_PLACE, OFF, IN_PLACE], True),
         ([IN_PLACE, IN_PLACE, IN_PLACE], False),
         ([IN_PLACE, {"in place": 1, "off": 8, "not needed": 3}, IN_PLACE], False),
+        ([IN_PLACE, {"refused": 1, "off": 8, "not needed": 3}, IN_PLACE], False),
         ([IN_PLACE, OFF, OFF], False),
         ([OFF, OFF, OFF], False),
     ],
