@@ -60,6 +60,12 @@ def test_an_installed_release_comes_first():
     assert found.version
 
 
+@pytest.mark.parametrize(("installed", "version"), [("1.0", "1.0"), (None, "checkout")])
+def test_staleproof_is_its_installed_release_or_else_the_checkout(cache, monkeypatch, installed, version):
+    monkeypatch.setattr(packages.devices, "version_of", lambda name: installed)
+    assert [release.version for release in packages.releases(_subject("staleproof"))] == [version]
+
+
 def test_a_copy_in_the_cache_of_the_installed_release_is_not_asked_beside_it(cache):
     (installed,) = packages.releases(_subject("torch"))
     for version in ("1.0", installed.version):
@@ -84,6 +90,7 @@ def test_a_copy_in_the_cache_of_the_installed_release_is_not_asked_beside_it(cac
         ("sm100", "sm_100", ""),
         # A B300 runs what a B200 runs.
         ("sm100", "sm_103", ""),
+        ("sm100", "sm_120", "needs an SM100 GPU (B200, GB200); this is sm_120"),
     ],
 )
 def test_a_kernel_for_another_machine_says_which_it_needs(monkeypatch, needs, here, said):
@@ -189,7 +196,7 @@ def test_a_fetched_wheel_is_cut_to_what_is_wanted_and_replaces_what_was_there(tm
     def pip(command, check):
         ran.append((command, check))
         with zipfile.ZipFile(Path(command[command.index("-d") + 1]) / "kernels-1.0.whl", "w") as wheel:
-            for name in ("kernels/ops.py", "kernels/_C.so", "more/kernels/ops.py"):
+            for name in ("kernels/ops.py", "kernels/ops.pyi", "kernels/_C.so", "more/kernels/ops.py"):
                 wheel.writestr(name, name)
 
     monkeypatch.setattr(packages.subprocess, "run", pip)
@@ -234,8 +241,9 @@ def _without_a_file(x):
     from sys import path
 
     from no_such_package import y
+    from torch import nn
 
-    return y, path
+    return y, path, nn
 
 
 def test_what_has_no_file_or_is_not_imported_came_from_nowhere_else(cache):
