@@ -275,7 +275,7 @@ COLOURS = {1.0: "\U0001f7e9", 1.05: "\U0001f7e8", math.inf: "\U0001f7e5"}
 def cells(rows: Sequence[Row]) -> dict[tuple[str, int, int | None], dict[str, float]]:
     """(Mode, tokens, seed if drawn) of each cell of MLA decode -> our time, cold, and that of each peer.
 
-    >>> row = {"benchmark": "mla_decode", "mode": "bf16 batch 4, cold", "x_value": 128, "cache": "cold"}
+    >>> row = {"kernel": "mla_decode", "mode": "bf16 batch 4, cold", "x_value": 128, "cache": "cold"}
     >>> row["drawn"] = 0
     >>> times = {"staleproof": 3.0, "FlashInfer 0.6 MLA fa3": 4.0, "FlashMLA of vLLM": 2.0}
     >>> cells([{**row, "provider": name, "p50": us} for name, us in times.items()])
@@ -284,7 +284,7 @@ def cells(rows: Sequence[Row]) -> dict[tuple[str, int, int | None], dict[str, fl
     times: dict[tuple[str, int, int | None], dict[str, float]] = {}
     for row in rows:
         name = re.match(r"(staleproof)$|FlashInfer.* (fa\d)|(FlashMLA)", row["provider"])
-        if name and row["benchmark"] == "mla_decode" and row["cache"] == "cold":
+        if name and row["kernel"] == "mla_decode" and row["cache"] == "cold":
             cell = row["mode"].removesuffix(", cold"), row["x_value"], row.get("drawn")
             times.setdefault(cell, {})["ours" if name[1] else name[name.lastindex]] = row["p50"]
     return {cell: of for cell, of in times.items() if "ours" in of and len(of) > 1}
