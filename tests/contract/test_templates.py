@@ -95,4 +95,7 @@ def test_logits_of_a_script_are_as_odd_as_those_of_its_probe(tmp_path, monkeypat
         logits = found["router_logits"].cpu()[0]
         odd = torch.zeros(16, dtype=torch.bool).index_fill(0, torch.arange(16)[columns], True)
         assert torch.equal(~logits.isfinite(), odd)
+        # Whoever runs it sees the same numbers.
+        again = _run_here("routing", ("logits", name), {}, right, tmp_path, monkeypatch)["router_logits"]
+        assert torch.equal(again.cpu()[0][~odd], logits[~odd])
         assert str(logits[odd].unique()[:1].item()) == str(value)
