@@ -119,7 +119,9 @@ FILES = [
     ({"__init__.py": "if True:\n    def decode(q, cache, *, scale): ..."}, DECODE),
     ({"__init__.py": "try:\n    def decode(q, cache, *, scale): ...\nfinally:\n    pass"}, DECODE),
     ({"__init__.py": "from .one import *\nfrom .kernels import *", "one.py": "x = 1"}, DECODE),
-    # The last definition counts, and a module before a package of its name.
+    # As for Python: a package before a module of its name, and the last definition counts.
+    ({"__init__.py": "from .one import decode", "one.py": "def decode(q, cache): ...",
+      "one/__init__.py": "from ..kernels import decode"}, DECODE),
     ({"__init__.py": "def decode(q, cache): ...\ndef decode(q, cache, *, scale): ..."}, DECODE),
     ({"__init__.py": "def decode(q, cache, *, scale): ...\ndef decode(q, cache): ..."}, ""),
     ({"__init__.py": "from .deep import decode", "deep/__init__.py": "from ..kernels import decode"}, DECODE),

@@ -48,7 +48,8 @@ def _file(module: str, release: Release) -> Path | None:
             return None
         root = Path(spec.origin).parents[1]
     path = root.joinpath(first, *rest)
-    candidates = (path.with_suffix(".py"), path / "__init__.py")
+    # Python takes a package before a module of its name.
+    candidates = (path / "__init__.py", path.with_suffix(".py"))
     return next((file for file in candidates if file.exists()), None)
 
 

@@ -168,11 +168,12 @@ def _first_off(found: torch.Tensor, expected: torch.Tensor, budget: torch.Tensor
     """One line about the first row that is further from the reference than its budget, or ``""``."""
     found, expected = found.cpu().double(), expected.cpu().double()
     # A comparison with NaN is false, so that NaN is off.
-    off = ~((found - expected).abs() <= budget).reshape(len(found), -1).all(1)
-    if not off.any():
+    distance = (found - expected).abs()
+    over = ~(distance <= budget)
+    if not over.any():
         return ""
-    row = int(off.nonzero()[0])
-    return f"row {row} is off by {(found[row] - expected[row]).abs().max():.3g}"
+    row = int(over.nonzero()[0, 0])
+    return f"row {row} is off by {distance[row][over[row]].max():.3g}"
 
 
 def _near(dtype: torch.dtype) -> float:
