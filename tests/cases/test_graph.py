@@ -76,6 +76,8 @@ def test_a_launch_list_names_its_launches_and_no_allocation(device):
 
     def step():
         out = torch.empty(2, 2, 8)
+        _ = out.new_empty(2), torch.empty_like(out), torch.empty_strided((2,), (1,))
+        _ = out.new_empty_strided((2,), (1,))
         out.fill_(1.0)
         clear_empty_rows(out, seq_lens)
 
