@@ -314,9 +314,9 @@ def cell_lines(rows: Sequence[Row]) -> Iterator[str]:
     peers = "fa2", "fa3", "FlashMLA"
     yield f"| cell | longest, tokens | ours, us | {', us | '.join(peers)}, us | ours by the fastest |"
     yield "|---|---|---|---|---|---|---|"
-    for (mode, tokens, _), of in found.items():
+    for cell, of in found.items():
         times = " | ".join(us(of[name]) if name in of else "" for name in ("ours", *peers))
-        yield f"| {mode} | {tokens:,} | {times} | {by_the_faster(of):.2f} |"
+        yield f"| {cell[0]} | {cell[1]:,} | {times} | {ratios[cell]:.2f} |"
 
 
 def grid_lines(rows: Sequence[Row]) -> Iterator[str]:
