@@ -47,7 +47,7 @@ def audit(
     from staleproof.cases import store
     from staleproof.cases.finding import Finding, read_findings, write_findings
     from staleproof.contract import cases
-    from staleproof.contract.contract import BREAKS, UNDEFINED, WRONG_SETTING
+    from staleproof.contract.contract import BREAKS, UNDEFINED, WRONG_SETTING, is_unasked
     from staleproof.device import need_workbook
     from staleproof.report import audit as shown
     from staleproof.report import terminal
@@ -75,7 +75,7 @@ def audit(
     with naming("--onto"):
         answers: list[Finding] = read_findings(onto, recorded=False) if onto is not None else []
     # A module that had no kernel to ask is asked again.
-    answers = [one for one in answers if not (shown.is_unasked(one) and one.variant in (modules or ()))]
+    answers = [one for one in answers if not (is_unasked(one) and one.variant in (modules or ()))]
     with terminal.progress() as progress:
         found = cases.audit(
             modules or cases.SUBJECTS,
@@ -104,7 +104,7 @@ def audit(
         shown.draw(answers, picture)
         typer.echo(f"heat map: {picture}")
     if failed := [one for one in answers if one.failed]:
-        broken = [one for one in failed if not shown.is_unasked(one)]
+        broken = [one for one in failed if not is_unasked(one)]
         of_kernels = sum(one.note.startswith(WRONG_SETTING) for one in failed)
         if scripts is None and broken:
             has_script = any(one.script for one in broken)

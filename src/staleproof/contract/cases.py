@@ -31,9 +31,9 @@ from staleproof.contract.contract import (
     NO_IMPORT,
     NO_KERNEL,
     TIMED_OUT,
-    UNASKED,
     YOURS,
     breaks,
+    is_unasked,
     package_of,
 )
 from staleproof.contract.runner import Answers
@@ -122,7 +122,7 @@ def open_clauses(
         if found.variant == subject.name and release in (found.release, package_of(found))
     ]
     # A decorator that was at fault may have been mended.
-    ran = [found for found in mine if found.ran and not found.note.startswith(UNASKED)]
+    ran = [found for found in mine if found.ran and not is_unasked(found)]
     answered = {found.question: found.verdict for found in ran}
     if not answered:
         return subject.clauses

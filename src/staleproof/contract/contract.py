@@ -52,6 +52,11 @@ NO_IMPORT, NO_KERNEL, WRONG_SETTING = UNASKED = ("does not import", "registers n
 TIMED_OUT = "no answer within"
 
 
+def is_unasked(row: Finding) -> bool:
+    """Whether the row is of a module without a kernel to ask, or of a kernel whose decorator is at fault."""
+    return row.verdict == BREAKS and row.note.startswith(UNASKED)
+
+
 class SettingError(Exception):
     """What a decorator was given does not work, e.g. its reference raises; the text says how."""
 

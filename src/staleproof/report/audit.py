@@ -83,7 +83,7 @@ def print_table(rows: Sequence[Finding]) -> None:
     Each reason why clauses were not run is a line. So are subjects that did not run, and modules that have no
     kernel to ask.
     """
-    from staleproof.contract.contract import CLAUSES
+    from staleproof.contract.contract import CLAUSES, is_unasked
 
     unasked = [row for row in rows if is_unasked(row)]
     rows = [row for row in rows if not is_unasked(row)]
@@ -123,15 +123,10 @@ def print_table(rows: Sequence[Finding]) -> None:
         typer.echo(f"{first.provenance} on {first.machine['name']}: {count}")
 
 
-def is_unasked(row: Finding) -> bool:
-    """Whether the row is of a module without a kernel to ask, or of a kernel whose decorator is at fault."""
-    from staleproof.contract.contract import BREAKS, UNASKED
-
-    return row.verdict == BREAKS and row.note.startswith(UNASKED)
-
-
 def without_script(rows: Sequence[Finding]) -> list[Finding]:
     """The broken clauses that no counterexample shows."""
+    from staleproof.contract.contract import is_unasked
+
     return [
         row for row in rows if row.verdict in ("breaks", "undefined") and not (row.script or is_unasked(row))
     ]
@@ -178,6 +173,7 @@ def heat_map(rows: Sequence[Finding]) -> Any:
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
+    from staleproof.contract.contract import is_unasked
     from staleproof.report.plots import CELLS
 
     rows = [row for row in by_machine(rows) if not is_unasked(row)]
