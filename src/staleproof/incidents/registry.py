@@ -71,7 +71,7 @@ for _name, _about in {
         title="The out-of-memory that the first fix caused",
         notebook="02_decode_buffer_oom.ipynb",
         summary="a buffer a layer in a branch that the memory profile never takes",
-        served=("server", "overlap", "other_model", "growth", "threads"),
+        served=("server", "overlap", "other_model", "growth"),
         tried=("zeros_per_layer", "zeros_before_profile", "module_singleton"),
     ),
     "moe_routing": Incident(

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from staleproof.cases.case import Reading, absent, reading
-from staleproof.cases.graph import LaunchList, capture
+from staleproof.cases.case import Reading, reading
+from staleproof.cases.graph import capture
 from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.ledger import owned_tensors
-from staleproof.incidents.decode_buffer import broken
-from staleproof.incidents.decode_buffer.driver import DriverError, kernel_nodes
 from staleproof.incidents.decode_buffer.model import Attention
-from staleproof.incidents.decode_buffer.setups import SETUPS, SMALL, Setup, Wiring
+from staleproof.incidents.decode_buffer.setups import SMALL, Setup, Wiring
 from staleproof.ops.decode_workspace import WorkspaceLocked
 
 ROWS, LIVE, LAYERS = 8, 3, 4
@@ -211,85 +207,3 @@ def _owner(rows: torch.Tensor, layer: int) -> str:
         if _changed(rows, 1 + other) == 0:
             return "its own" if other == layer else "another layer's"
     return "cleared" if set(row_states(rows)) == {"zero"} else "nobody's"
-
-
-def threads(setup: Setup, device: str) -> Reading:
-    """Whether two host threads, each with a micro-batch of its own, read each other's output.
-
-    Each waits for the other between its decode and the read of its output.
-    """
-    meeting = threading.Barrier(2, timeout=60)
-    with _serving(setup, device, lanes=2) as (attn, queries):
-
-        def serve(lane: int) -> int:
-            out = attn.decode(queries[lane], ones(ROWS, device), lane)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            meeting.wait()
-            return _changed(out, lane + 1)
-
-        with ThreadPoolExecutor(2) as pool:
-            mixed = sum(pool.map(serve, range(2)))
-    return _mixed(mixed, 2 * ROWS)
-
-
-class _Meeting(dict):
-    """A dict whose look-ups wait up to half a second for a look-up of another thread.
-
-    So two threads that look before they write both find nothing every time, not only occasionally.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._barrier = threading.Barrier(2)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Like ``dict.get``, after waiting for the other thread."""
-        found = super().get(key, default)
-        with contextlib.suppress(threading.BrokenBarrierError):
-            self._barrier.wait(0.5)
-        return found
-
-
-def first_use(setup: Setup, device: str) -> Reading:
-    """How many buffers two threads get if both ask for the same buffer before it exists.
-
-    With two, one thread uses memory that nobody keeps (review of vLLM #37799: the global needs a lock).
-    """
-    with setup.process() as wiring:
-        attn = part(wiring, device)
-        shape = query(attn, ROWS, 1)
-        keeper: Any = getattr(attn, "workspace", broken)
-        name = "_shared_out" if keeper is broken else "_buffers"
-        before = getattr(keeper, name)
-        try:
-            setattr(keeper, name, _Meeting())
-            with ThreadPoolExecutor(2) as pool:
-                outs = list(pool.map(lambda _: attn.output(shape, 1), range(2)))
-        finally:
-            setattr(keeper, name, before)
-    buffers = len({out.data_ptr() for out in outs})
-    return reading("one buffer" if buffers == 1 else "two buffers", buffers=buffers)
-
-
-def captured_kernels(setup: Setup, device: str) -> Reading:
-    """Which kernels one layer's captured decode launches, compared with a layer without a buffer.
-
-    A graph that launches the same kernels on buffers of the same size takes the same time. This is better
-    evidence that a buffer costs no time than a measurement at one size.
-    """
-    try:
-        plain, names = _kernels(SETUPS["no_buffer"], device), _kernels(setup, device)
-    except DriverError as error:
-        return absent(str(error))
-    more = len(names) - len(plain)
-    verdict = "the same kernels" if names == plain else "one kernel more" if more == 1 else "other kernels"
-    return reading(verdict, kernels=names, without_buffer=plain)
-
-
-def _kernels(setup: Setup, device: str) -> list[str]:
-    with _serving(setup, device) as (attn, (q,)):
-        seq_lens = ones(ROWS, device)
-        if device == "cuda":
-            return kernel_nodes(lambda: attn.decode(q, seq_lens))
-        return LaunchList(lambda: attn.decode(q, seq_lens)).names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,18 +9,14 @@ from typing import Any
 
 import torch
 
-from staleproof.cases.case import Reading, Scene, ablation, each, fix, needs_cuda, reading
+from staleproof.cases.case import Reading, Scene, ablation, each, fix, reading
 from staleproof.cases.finding import Evidence, Grade
-from staleproof.cases.measure import Times, graph_times
 from staleproof.cases.run import Table
 from staleproof.device import Provenance
-from staleproof.evidence.ledger import AllocationLedger, size_text
+from staleproof.evidence.ledger import size_text
 from staleproof.incidents.decode_buffer import buffer
 from staleproof.incidents.decode_buffer.allocator import GIB, oom_fields
-from staleproof.incidents.decode_buffer.buffer import ones
 from staleproof.incidents.decode_buffer.correct import wrong
-from staleproof.incidents.decode_buffer.model import Attention, Experts, Model
-from staleproof.incidents.decode_buffer.outside import ASLEEP, SYMMETRIC, not_here, outside
 from staleproof.incidents.decode_buffer.released import ROWS, Released, profiled
 from staleproof.incidents.decode_buffer.scene import DIES, LIVES, Outcome
 from staleproof.incidents.decode_buffer.setups import (
@@ -32,7 +27,6 @@ from staleproof.incidents.decode_buffer.setups import (
     SETUPS,
     SMALL,
     ServerCase,
-    Setup,
     run_servers,
 )
 from staleproof.kernels.vllm_sources import package
@@ -164,85 +158,6 @@ LARGEST_GRAPH = {
 }
 
 
-# Servers that differ only in their utilisation, a share of the report's device. On a device of another size
-# the share is converted so that the same number of bytes is outside the plan.
-Sweep = tuple[ServerCase, tuple[float, ...]]
-_SMALL_STEPS, _TRUE_STEPS = (0.88, 0.9, 0.905, 0.91, 0.92, 0.95), (0.85, 0.9, 0.92, 0.95, 0.97)
-UTILISATIONS: dict[str, Sweep] = {
-    "64 rows, a thirty-second": (ServerCase(OFF), _SMALL_STEPS),
-    "1024 rows": (TRUE_SIZE[f"{OFF}, batch {MAX_NUM_SEQS}"], _TRUE_STEPS),
-    "2048 rows": (ServerCase(OFF, None), _TRUE_STEPS),
-    "2048 rows, buffers only": (ServerCase(OFF, None, {"workspace_per_token": 64}), _TRUE_STEPS),
-}
-
-
-def utilisation(sweep: Sweep, device: str) -> Reading:
-    """The lowest utilisation at which a server with a buffer in each layer dies."""
-    case, shares = sweep
-    planned = shares
-    if case.config is None and device == "cuda":
-        total = torch.cuda.get_device_properties(0).total_memory
-        planned = tuple(1 - REPORT.total_bytes * (1 - share) / total for share in shares)
-    servers = [replace(case, changes={**case.changes, "utilisation": share}) for share in planned]
-    outcomes = run_servers(servers, device)
-    said = dict(zip(map(str, shares), (o.verdict for o in outcomes), strict=True))
-    dead = [share for share, verdict in said.items() if verdict == DIES]
-    sharp = [*said.values()] == [LIVES] * (len(said) - len(dead)) + [DIES] * len(dead)
-    verdict = LIVES if not dead else "dies from one on" if sharp else "dies at some"
-    numbers = {**said, "dies_from": float(dead[0]) if dead else None}
-    # A notebook runs the simulation on every machine; its result is not measured on a GPU.
-    return Reading(verdict, numbers, provenance=None if device == "cuda" else Provenance.INTERPRETED)
-
-
-# --- Time.
-
-
-def _layer_times(setup: Setup, device: str) -> Times:
-    with setup.process() as wiring:
-        attn = wiring.attention(REPORT, device)
-        assert isinstance(attn, Attention)
-        q = attn.weight.new_ones(REPORT.batch, REPORT.heads, REPORT.rank)
-        return graph_times([partial(attn.decode, q, ones(REPORT.batch, device))])
-
-
-def added_time(setup: Setup, device: str) -> Reading:
-    """Microseconds of one layer's decode launch in a graph at (2048, 128, 512) bf16, beside no buffer."""
-    base, times = _layer_times(SETUPS["no_buffer"], device), _layer_times(setup, device)
-    return reading("measured", us=times.p50, p20=times.p20, p80=times.p80, added_us=times.p50 - base.p50)
-
-
-def ledger_cost(_: object, device: str, steps: int = 20) -> Reading:
-    """How much slower an eager step of 61 layers is under a ledger, host time included."""
-    model = Model(replace(SMALL, weight_bytes=1), device, Attention, Experts)
-    x = torch.ones(SMALL.batch, dtype=SMALL.dtype, device=device)
-    seq_lens = ones(SMALL.batch, device)
-
-    def seconds() -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            model(x, seq_lens)
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) / steps
-
-    seconds()
-    ledger = AllocationLedger(model)
-    off = seconds()
-    start = time.perf_counter()
-    with ledger.phase("profile"):
-        on = seconds()
-    whole = (time.perf_counter() - start) / steps
-    return reading(
-        "measured",
-        off_us=off * 1e6,
-        on_us=on * 1e6,
-        slow_down=on / off,
-        slow_down_with_entering_and_leaving=whole / off,
-        off_again_us=seconds() * 1e6,
-        steps=steps,
-    )
-
-
 _BUFFERS = {name: SETUPS[name] for name in ATTENTION}
 # One step of all layers in turn; two questions use it.
 _IN_TURN = {
@@ -327,14 +242,6 @@ TABLE = Table(
         expect=lambda case: DIES if case.changes["batch"] == SMALL.batch else LIVES,
         needs=too_small,
     ),
-    each(
-        "utilisation",
-        "utilisation",
-        UTILISATIONS,
-        utilisation,
-        reason="where it turns depends on the fragments of a device",
-        needs=lambda sweep, device: too_small(sweep[0], device),
-    ),
     *(
         each(name, words, _BUFFERS, ask, expect=_expect(name))
         for name, words, ask in (
@@ -360,42 +267,5 @@ TABLE = Table(
         expect=_expect("in empty rows"),
         reason=buffer.POOL,
         scene=_IN_TURN.__getitem__,
-    ),
-    each(
-        "threads",
-        "layers",
-        # Without clear_empty_rows: it shares nothing, and Triton's interpreter runs one thread at a time.
-        {name: _BUFFERS[name] for name in _BUFFERS if name != "clear_empty_rows"},
-        buffer.threads,
-        expect=_expect("overlap"),
-    ),
-    each(
-        "first use in two threads",
-        "shared buffer",
-        {name: SETUPS[name] for name in ("module_singleton", "decode_workspace")},
-        buffer.first_use,
-        expect={"module_singleton": "two buffers", "decode_workspace": "one buffer"},
-    ),
-    each(
-        "captured kernels",
-        "captured kernels",
-        _BUFFERS,
-        buffer.captured_kernels,
-        expect=dict.fromkeys(_BUFFERS, "the same kernels") | {"clear_empty_rows": "one kernel more"},
-    ),
-    each(
-        "outside torch",
-        "outside torch",
-        [SYMMETRIC, ASLEEP],
-        outside,
-        expect={SYMMETRIC: "counted, not named", ASLEEP: "counted as free"},
-        needs=not_here,
-    ),
-    *(
-        each(name, "measurement", subjects, ask, needs=needs_cuda, reason="a time: no bound was set for it")
-        for name, subjects, ask in (
-            ("added_time", _BUFFERS, added_time),
-            ("ledger_cost", {"AllocationLedger": None}, ledger_cost),
-        )
     ),
 )
