@@ -37,7 +37,7 @@ MACHINE_TORCH := import sys, torch; \
   torch.version.cuda and print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")
 
 .DEFAULT_GOAL := help
-.PHONY: help workbook test types unit versions architectures sanitize public mutations mutmut lab notebooks format clean
+.PHONY: help workbook test types unit versions architectures sanitize public lab notebooks format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,17 +89,6 @@ sanitize: $(READY) ## every kernel under compute-sanitizer and Triton's ConSan, 
 public: $(READY) ## the tests of the operations without names that torch and Triton do not promise
 	STALEPROOF_PUBLIC_NAMES=1 $(BIN)/python -m pytest -q -n $(JOBS) -p no:nbval tests/ops
 
-mutations: $(READY) ## make each small edit of tests/mutations in a copy, and see a test turn red (minutes)
-	$(BIN)/python tests/mutations/mutate.py
-
-# `make mutmut OF="staleproof.cases.finding* staleproof.cases.run*"`: 616 mutants, five minutes on two cores.
-mutmut: $(READY) ## mutate plain Python, and list what no test noticed (see [tool.mutmut]; OF= names a part)
-	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install "mutmut>=3.8"
-	mkdir -p mutants/src  # Python looks for the folder once
-	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/mutants/src:$(CURDIR)/mutants \
-	  $(BIN)/mutmut run --max-children 2 $(OF)
-	$(BIN)/mutmut results
-
 lab: $(READY) ## open JupyterLab on the notebooks
 	$(BIN)/staleproof lab
 
@@ -112,7 +101,7 @@ format: $(READY) ## let ruff fix what it can
 	$(BIN)/python -m ruff format .
 
 clean: ## remove the environments and what was built
-	rm -rf .venv .venv-versions build mutants workbook/_build
+	rm -rf .venv .venv-versions build workbook/_build
 
 # If this machine's Python has a torch with CUDA, the environment uses that torch: a .pth file appends the
 # folders of that Python's packages to the environment's own. --system-site-packages would not do, because
