@@ -30,7 +30,6 @@ from staleproof.cases.run import Table
 from staleproof.cli import app as cli
 from staleproof.cli import common, incidents
 from staleproof.incidents.registry import INCIDENTS
-from staleproof.kernels import moe_module
 from staleproof.report import terminal
 
 
@@ -403,11 +402,6 @@ def test_doctor_names_what_is_skipped_and_why(monkeypatch, capsys):
         (line,) = (line for line in out.splitlines() if line[6:].startswith(name))
         assert line[:6] in ("yes   ", "skip  ")
         assert line[26:].strip(), line
-    # Both modules are needed, with the bounds check and without.
-    reason = "staleproof.incidents.moe_routing.fused_moe.unavailable_reason"
-    monkeypatch.setattr(reason, lambda check=True: None if check else "half of it")
-    assert cli.main(["doctor"]) == 0
-    assert f"skip  {'FlashInfer MoE':<20}half of it\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -446,28 +440,11 @@ def test_what_is_given_is_handed_on(root, incident, monkeypatch, place, command,
     assert [one for given in asked for one in handed if one not in given] == []
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_the_modules_are_built_from_where_and_to_where_was_asked(monkeypatch, tmp_path, capsys, given):
-    asked = []
-    monkeypatch.setattr(
-        moe_module,
-        "build",
-        lambda root, *, cache, jobs, say: asked.append((root, cache, jobs)) or say("built"),
-    )
-    options = ["--package-root", str(tmp_path), "--cache", str(tmp_path / "to"), "--jobs", "3"]
-    assert cli.main(["moe-module", "build", *(options if given else [])]) == 0
-    assert asked == [(tmp_path, tmp_path / "to", 3) if given else (None, None, None)]
-    assert capsys.readouterr().out == "built\n"
-    assert cli.main(["moe-module", "build", "--jobs", "0"]) == 2
-
-
-def test_why_a_module_was_not_built_is_one_line(monkeypatch, capsys):
-    def build(*args, **options):
-        raise moe_module.ModuleError("no nvcc")
-
-    monkeypatch.setattr(moe_module, "build", build)
+def test_removed_command_names_its_replacement(capsys):
     assert cli.main(["moe-module", "build"]) == 2
-    assert one_line(capsys.readouterr().err) == "staleproof: no nvcc"
+    assert one_line(capsys.readouterr().err).startswith(
+        "staleproof moe-module: removed in 0.2.0: staleproof run"
+    )
 
 
 def test_a_page_that_cannot_be_written_is_noticed_before_anything_runs(root, incident, capsys):

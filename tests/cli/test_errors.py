@@ -153,13 +153,6 @@ def test_a_command_that_keeps_nothing_is_interrupted_in_one_line(monkeypatch, ca
     assert one_line(capsys.readouterr().err) == "staleproof: interrupted"
 
 
-def test_a_group_without_a_command_prints_its_help_alone(capsys):
-    assert cli.main(["moe-module"]) == 2
-    said = capsys.readouterr()
-    assert (said.out + said.err).lstrip().startswith("Usage: staleproof moe-module")
-    assert "(see " not in said.err
-
-
 def test_a_reader_that_has_gone_is_no_verdict(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)

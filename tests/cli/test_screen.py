@@ -81,7 +81,7 @@ def test_tables_and_conclusion_of_a_recorded_run_fit_80_columns():
 # Command -> how its first screen begins, and what is on it besides.
 FIRST = {
     "": ("Usage: staleproof", "  staleproof diagnose  "),
-    "-h": ("Usage: staleproof", "  diagnose    From what you see, or a log, to what to do now."),
+    "-h": ("Usage: staleproof", "From what you see, or a log, to what to do now."),
     "diagnose --symptom NaN --model mla": ("known: symptom nan", "   do now    "),
     "patches --version 0.18.1": ("vLLM 0.18.1, ", "would apply  decode_buffer      MLA models on CUTLASS or"),
     "patches --version 0.16.0": ("vLLM 0.16.0, ", "refused      "),
@@ -93,7 +93,6 @@ FIRST = {
     "list": ("1  mla_padding: ", "   symptom   "),
     "compare nvidia-h200 nvidia-h200": ("the same verdicts: ", " timings, second / first: 1.00 to 1.00"),
     "doctor": ("machine  ", "provenance  "),
-    "moe-module": ("Usage: staleproof moe-module", "  build  "),
 }
 # The help of these has examples.
 TYPED = {"run", "report", "lab", "bench", "record", "compare", "patches"}

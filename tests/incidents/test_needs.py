@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -18,16 +17,12 @@ from staleproof.incidents.moe_routing import cases, fp8, fused_moe, scene
 from staleproof.incidents.scale_padding import flashinfer_fp4, null_block
 
 GPU = "needs a CUDA device"
-HERE = {"measured": True, "flashinfer": None, "sm90": None, "compiled": None, "tvm_ffi": True, "built": None}
+HERE = {"measured": True, "flashinfer": None, "sm90": None, "compiled": None, "built": None}
 
 
 @pytest.fixture(name="have")
 def have_fixture(monkeypatch):
     """Makes a machine that has everything but for what is given."""
-
-    def build(check: bool) -> None:
-        if found["built"]:
-            raise fused_moe.ModuleError(found["built"])
 
     def have(**changes: object) -> None:
         found.update(HERE | changes)
@@ -36,8 +31,7 @@ def have_fixture(monkeypatch):
         monkeypatch.setattr(devices, "flashinfer_missing", lambda: found["flashinfer"])
         monkeypatch.setattr(devices, "needs_sm90", lambda: found["sm90"])
         monkeypatch.setattr(attention, "_not_compiled", lambda backend: found["compiled"])
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found["tvm_ffi"] or None)
-        monkeypatch.setattr(fused_moe, "_module", build)
+        monkeypatch.setattr(fused_moe, "_not_compiled", lambda: found["built"])
 
     found: dict[str, object] = {}
     return have
@@ -48,11 +42,10 @@ def have_fixture(monkeypatch):
     [
         ({}, None, None, None, None, None),
         ({"measured": False, "flashinfer": "no FlashInfer"}, *[GPU] * 5),
-        ({"flashinfer": "no FlashInfer", "tvm_ffi": False, "compiled": "x"}, None, *["no FlashInfer"] * 4),
+        ({"flashinfer": "no FlashInfer", "compiled": "x"}, None, *["no FlashInfer"] * 4),
         ({"sm90": "no Hopper", "compiled": "not built"}, None, "not built", "no Hopper", None, None),
         ({"compiled": "not built"}, None, "not built", "not built", None, None),
-        ({"tvm_ffi": False, "built": "no nvcc"}, *[None] * 4, "apache-tvm-ffi is not installed"),
-        ({"built": "no nvcc"}, *[None] * 4, "no nvcc"),
+        ({"built": "not compiled"}, *[None] * 4, "not compiled"),
     ],
 )
 def test_flashinfers_kernels(have, changes, gpu, fa2, fa3, fp4, moe):
@@ -60,7 +53,7 @@ def test_flashinfers_kernels(have, changes, gpu, fa2, fa3, fp4, moe):
     assert attention._needs_gpu() == gpu
     assert [attention._needs_flashinfer(backend) for backend in ("fa2", "fa3")] == [fa2, fa3]
     assert flashinfer_fp4.unavailable_reason(None, "cuda") == fp4
-    assert fused_moe.unavailable_reason() == moe
+    assert fused_moe.unavailable_reason("distinct", "cuda" if gpu is None else "cpu") == moe
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ Each command imports what it needs, so that ``--help`` answers at once. What the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
 
-from staleproof.cli import audit, diagnose, engine, incidents, lab, modules, patches, recorded
+from staleproof.cli import audit, diagnose, engine, incidents, lab, patches, recorded
 from staleproof.cli.common import in_one_line
 
 app = typer.Typer(
@@ -43,16 +44,16 @@ for function, short in COMMANDS.items():
     app.command(function.__name__.rstrip("_"), short_help=short, context_settings=settings)(
         in_one_line(function)
     )
-app.add_typer(
-    modules.moe_module,
-    name="moe-module",
-    no_args_is_help=True,
-    short_help="Compile FlashInfer's fused MoE for incident 3.",
-)
+# A command that was removed, and what replaces it.
+REMOVED = {"moe-module": "staleproof run moe_routing asks the installed FlashInfer's own fused MoE"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    first = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+    if first in REMOVED:
+        typer.echo(f"staleproof {first}: removed in 0.2.0: {REMOVED[first]}", err=True)
+        return 2
     try:
         code = app(args=arguments, prog_name="staleproof", standalone_mode=False)
     except SystemExit as end:

@@ -32,9 +32,8 @@ def doctor() -> None:
     from staleproof.incidents.moe_routing import fused_moe
     from staleproof.report import terminal
 
-    device.select()
-    missing = fused_moe.unavailable_reason() or fused_moe.unavailable_reason(check=False)
-    terminal.print_machine([Capability("FlashInfer MoE", missing is None, missing or "reduced")])
+    missing = fused_moe.unavailable_reason("distinct", device.select())
+    terminal.print_machine([Capability("FlashInfer MoE", missing is None, missing or "compiled")])
 
 
 def list_() -> None:

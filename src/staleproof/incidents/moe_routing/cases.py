@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from staleproof import device as devices
-from staleproof.cases.case import Case, Reading, Scene, ablation, each, fix, from_scene, needs_cuda, reading
-from staleproof.cases.finding import REPLICA, Evidence, Grade, real
+from staleproof.cases.case import Case, Reading, Scene, ablation, each, fix, needs_cuda, reading
+from staleproof.cases.finding import REPLICA, Evidence, real
 from staleproof.cases.run import Table
 from staleproof.cases.words import FIXED, NOT_FIXED, WRONG
 from staleproof.device import Provenance
@@ -27,14 +26,13 @@ from staleproof.incidents.moe_routing.batch import (
     Batch,
     rows_with_duplicates,
 )
-from staleproof.incidents.moe_routing.correct import wrong, wrong_choice
+from staleproof.incidents.moe_routing.correct import wrong
 from staleproof.incidents.moe_routing.origin import Setting
 from staleproof.incidents.moe_routing.scene import OURS, SELECTORS, TOP_8, TOP_10, RoutingCase, Selector
-from staleproof.kernels import moe_module
 from staleproof.ops.reference import topk as reference
 from staleproof.ops.topk import topk_softmax
 
-REAL, SANITIZER = "FlashInfer's kernel", "compute-sanitizer"
+REAL = "installed FlashInfer"
 PADDING = "NaN in padding rows"
 NOT_THE_BEST = "distinct, not the best"
 
@@ -184,59 +182,6 @@ def consume_over(kind: str, batch: Batch, memory: tuple[str, bool, str], device:
     return consumer.observe(batch, kind, device, before=memory[0], guard=memory[1])
 
 
-# --- FlashInfer's own kernel.
-
-
-def needs_module(case: fused_moe.Case, device: str) -> str | None:
-    """Why FlashInfer's kernel, of the release with the bounds check or of the one without, cannot run."""
-    return needs_cuda(case, device) or fused_moe.unavailable_reason(case.check)
-
-
-def needs_chain(case: fused_moe.Case, device: str) -> str | None:
-    """Why vLLM's compiled op cannot choose the experts of FlashInfer's kernel."""
-    return needs_module(case, device) or fused_moe.vllm_unavailable_reason()
-
-
-Results = Mapping[fused_moe.Case, Reading]
-
-
-def possible(cases: Iterable[fused_moe.Case], device: str) -> list[fused_moe.Case]:
-    """The cases whose FlashInfer release can run on this machine."""
-    return [case for case in cases if needs_module(case, device) is None]
-
-
-def run_module(cases: Sequence[fused_moe.Case]) -> Results:
-    """The outcome of FlashInfer's own ``cutlass_fused_moe`` for each case; cases share processes."""
-    return dict(zip(cases, fused_moe.run_cases(cases), strict=True))
-
-
-def module_alone(case: fused_moe.Case, device: str) -> Reading:
-    """The outcome of one case in a process of its own, for off / on / off."""
-    return run_module([case])[case]
-
-
-def _module_expected(outcome: str | None) -> Callable[[str], str | None]:
-    # Nobody has run these on SM100.
-    return lambda device: None if devices.machine().capability == "sm_100" else outcome
-
-
-def _module_evidence(case: fused_moe.Case) -> Evidence:
-    if case.check:
-        return real("flashinfer-python")
-    name = f"FlashInfer {moe_module.WITHOUT_CHECK}"
-    return Evidence(Grade.REAL, f"vLLM {fused_moe.VLLM}, {name}" if case.ids == fused_moe.VIA_VLLM else name)
-
-
-def wrong_output(case: fused_moe.Case, device: str, results: Results) -> str | None:
-    """What else is wrong with the output with a patch; the verdict itself compares live rows."""
-    moved = results[case].numbers["rows_that_padding_changes"]
-    return f"{moved} live rows change with what padding rows hold" if moved else None
-
-
-REAL_FIX = f"topk_softmax, {REAL}"
-_REAL_OFF = fused_moe.Case(512, 8, fused_moe.VIA_WARP_ARGMAX, check=False)
-_SANITIZED = [fused_moe.Case(512, 8, ids, check=False) for ids in ("distinct", "all equal")]
-
 # --- Servers of one and two ranks.
 
 
@@ -322,28 +267,6 @@ def _column(expected: Mapping[str, tuple[Any, ...]], index: int) -> dict[str, An
     return {name: verdicts[index] for name, verdicts in expected.items()}
 
 
-_MODULE = Scene(REAL, lambda device: run_module(possible(fused_moe.MODULE_CASES, device)))
-# NaN router logits, vLLM's compiled op, vLLM's call, FlashInfer's kernel, all unedited. Each of our patches
-# has its own runs; the runs before and after it are shared by both patches.
-CHAIN = "vLLM's op, FlashInfer's kernel"
-PATCHES = ("topk_nan", "duplicate_experts")
-_AGAIN = {case: replace(case, again=True) for case in fused_moe.CHAINS.values()}
-# Name -> a case without the patch, and with it.
-CHAIN_FIXES = {
-    f"{patch}, {CHAIN}, {name}": (case, replace(case, patch=patch))
-    for name, case in fused_moe.CHAINS.items()
-    for patch in PATCHES
-}
-_ON = [on for _, on in CHAIN_FIXES.values()]
-
-
-def run_chain(device: str) -> Results:
-    """The outcome of each chain without a patch, with each, and without again, in separate processes."""
-    asked = [*_AGAIN, *_ON, *_AGAIN.values()]
-    return dict(zip(asked, fused_moe.run_apart(asked), strict=True))
-
-
-_CHAIN = Scene(CHAIN, run_chain)
 TABLE = Table(
     "moe_routing",
     *(
@@ -395,22 +318,12 @@ TABLE = Table(
     each(
         REAL,
         "access",
-        {case.name: case for case in fused_moe.MODULE_CASES},
-        from_scene,
-        expect=lambda case: _module_expected(fused_moe.MODULE_CASES[case]),
-        reason="what the memory held decides, and it is not filled",
-        needs=needs_module,
-        evidence=_module_evidence,
-        scene=_MODULE,
-    ),
-    each(
-        SANITIZER,
-        "access",
-        {case.name: case for case in _SANITIZED},
-        fused_moe.sanitize,
-        expect=lambda case: "no error" if case.ids == "distinct" else "invalid read",
-        needs=lambda case, device: needs_module(case, device) or fused_moe.sanitizer_missing(),
-        evidence=_module_evidence,
+        {name: name for name in fused_moe.CALLS},
+        fused_moe.call_installed,
+        expect=lambda name: partial(fused_moe.expected, name),
+        reason="not run on SM100; in a release without the bounds check, memory decides",
+        needs=fused_moe.unavailable_reason,
+        evidence=real("flashinfer-python"),
     ),
     _served("one rank", _column(SERVERS, 0), expect=_column(SERVERS, 1)),
     _served(
@@ -440,33 +353,5 @@ TABLE = Table(
             name, "access", off=off, on=replace(off, **changes), ask=scene.serve, wrong=wrong, expect=expected
         )
         for name, (off, changes, expected) in (FIXES | WRONG_REMEDIES).items()
-    ),
-    fix(
-        REAL_FIX,
-        "access",
-        off=_REAL_OFF,
-        on=replace(_REAL_OFF, ids=fused_moe.VIA_TOPK_SOFTMAX),
-        ask=module_alone,
-        # The verdict says whether the kernel's sums are right for these ids; this says whether the ids are.
-        wrong=lambda case, device: wrong_choice(fused_moe.bad_logits(case, device), case.top_k),
-        needs=needs_module,
-        evidence=_module_evidence,
-    ),
-    *(
-        fix(
-            name,
-            "access",
-            off=off,
-            on=on,
-            again=_AGAIN[off],
-            ask=from_scene,
-            wrong=wrong_output,
-            expect=_module_expected(FIXED),
-            reason="nobody has run this on SM100",
-            needs=needs_chain,
-            evidence=_module_evidence,
-            scene=_CHAIN,
-        )
-        for name, (off, on) in CHAIN_FIXES.items()
     ),
 )

@@ -17,7 +17,6 @@ from staleproof.incidents.moe_routing.scene import (
     router_input,
 )
 from staleproof.ops.reference import topk as reference
-from staleproof.ops.topk import topk_softmax
 
 MORE = Batch(24, 8, 128)
 
@@ -32,12 +31,6 @@ def wrong(case: RoutingCase, device: str) -> str | None:
     experts. Ids must be int32, and weights fp32.
     """
     return next(filter(None, _comparisons(case, device)), None)
-
-
-def wrong_choice(logits: torch.Tensor, top_k: int) -> str | None:
-    """What is wrong with the choice of ``topk_softmax`` for (rows, experts) logits, or ``None``."""
-    got, want = topk_softmax(logits, top_k), reference.topk_softmax(logits, top_k)
-    return other_bits("ids", got[1], want[1].int()) or other_bits("weights", got[0], want[0])
 
 
 def _comparisons(case: RoutingCase, device: str) -> Iterator[str | None]:
