@@ -16,11 +16,9 @@ from dataclasses import replace
 from functools import cache, wraps
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -31,13 +29,12 @@ from staleproof.cases.finding import Finding, read_findings
 from staleproof.contract import attention_probes, binding, row_probes, runner
 from staleproof.contract.cases import SUBJECTS, subjects_in
 from staleproof.contract.contract import BREAKS, HOLDS, NO_REFERENCE, UNDEFINED
-from staleproof.kernels import flashinfer, mla, mxfp4, packages, vllm, vllm_sources
+from staleproof.kernels import flashinfer, mla, packages, vllm, vllm_sources
 from staleproof.kernels.subject import Subject
 from staleproof.ops.reference.mla_decode import mla_decode
 
 NOT_RUN = "not run"
 ALL = {(s.package, s.name): s for module in SUBJECTS for s in subjects_in(module)}
-# Those of operands need their package's own formats; test_real.py of mxfp4_scales runs them.
 MADE_UP = {key: s for key, s in ALL.items() if key[0] not in ("staleproof", "torch") and s.kind != "operands"}
 OURS = {key: s for key, s in ALL.items() if key[0] == "staleproof"}
 OF_TORCH = {key: s for key, s in ALL.items() if key[0] == "torch"}
@@ -309,52 +306,6 @@ def test_a_peer_decodes_as_the_reference(name, q_len):
         assert lse is None
 
 
-def test_marlin_gets_sizes_that_it_takes_and_bytes_behind_its_scales(monkeypatch):
-    """hidden 192 becomes 256 and inner 96 becomes 128, as vLLM rounds them; what is added is zeros."""
-    given = {}
-
-    def prepare(layer, w13, w2, s13, s2, b13, b2):
-        assert (layer.params_dtype, b13, b2) == (torch.bfloat16, None, None)
-        given.update(w13=w13, w2=w2, s13=s13, s2=s2)
-        return w13, w2, s13.view(torch.int16), s2, b13, b2
-
-    def fused(x, w13, w2, b13, b2, s13, s2, weights, ids, kind, *, activation, global_num_experts):
-        given.update(x=x, scales=(s13, s2), ids=ids, weights=weights)
-        assert (w13 is given["w13"], w2 is given["w2"], b13, b2) == (True, True, None, None)
-        assert (kind, activation, global_num_experts) == ("fp4", "oai", 4)
-        return x + 1
-
-    modules = {
-        "activation": SimpleNamespace(MoEActivation=SimpleNamespace(SWIGLUOAI="oai")),
-        "experts": SimpleNamespace(marlin_moe=SimpleNamespace(fused_marlin_moe=fused)),
-    }
-    fp4 = SimpleNamespace(prepare_moe_mxfp4_layer_for_marlin=prepare)
-    layers = "vllm.model_executor.layers"
-    found = {f"{layers}.fused_moe.{name}": module for name, module in modules.items()}
-    found[f"{layers}.quantization.utils"] = SimpleNamespace(marlin_utils_fp4=fp4)
-    kinds = SimpleNamespace(float4_e2m1f=SimpleNamespace(id="fp4"))
-    found["vllm.scalar_type"] = SimpleNamespace(scalar_types=kinds)
-    w13, w2 = (mxfp4.quantized(mxfp4.Shape(4, n, k), torch.Generator()) for n, k in ((192, 192), (192, 96)))
-    x, ids, weights = torch.randn(3, 192).bfloat16(), torch.zeros(3, 2).long(), torch.rand(3, 2)
-    behind = torch.tensor([255, 7], dtype=torch.uint8)
-    with mock.patch.dict(sys.modules, found):
-        out = mxfp4.marlin(w13, w2)(x, ids, weights, behind)
-    assert out.equal(x + 1)
-    assert given["x"].equal(functional.pad(x, (0, 64)))
-    assert (given["ids"].dtype, given["weights"] is weights) == (torch.int32, True)
-    for name, part, n, k in (
-        ("w13", w13.weight, 256, 128), ("s13", w13.scale, 256, 8), ("w2", w2.weight, 256, 64),
-        ("s2", w2.scale, 256, 4),
-    ):  # fmt: skip
-        wanted = part.new_zeros(4, n, k)
-        wanted[:, : part.shape[1], : part.shape[2]] = part
-        assert given[name].is_contiguous()
-        assert given[name].equal(wanted), name
-    for made, scales in zip(given["scales"], (given["s13"], given["s2"]), strict=True):
-        assert made.view(torch.uint8).equal(scales)
-        assert made.untyped_storage().tolist()[-2:] == [255, 7]
-
-
 SOURCES = (
     r"(vllm\.v1\.attention\.ops\.(triton|prefix)|vllm\.model.*\.mamba|sglang|flashinfer\.triton\.(norm|act))"
 )
@@ -378,26 +329,3 @@ def test_sources_that_run_without_their_package_bring_the_files_that_they_import
                 wanted = {module for module in wanted if module.rpartition(".")[0] == beside}
                 left_out = wanted - {*subject.files} - vllm_sources._known(folder, True).keys()
                 assert {module.removeprefix(f"{beside}.") for module in left_out} <= NOT_REACHED, key
-
-
-@pytest.mark.parametrize(
-    ("sizes", "named"),
-    [((2, 256, 0), "k"), ((2, 256, 48), "k"), ((2, 0, 32), "n, experts"), ((0, 256, 32), "n, experts")],
-)
-def test_weights_without_a_group_are_refused(sizes, named):
-    with pytest.raises(ValueError, match=f"^{named}: expected"):
-        mxfp4.quantized(mxfp4.Shape(*sizes), torch.Generator())
-    mxfp4.Shape(1, 1, 32).check()
-
-
-def test_a_checkpoint_holds_the_nearest_fp4_numbers_in_order():
-    """In units of its group's scale no weight is further off than half the gap, or what saturates above 6."""
-    matrix = mxfp4.quantized(mxfp4.Shape(2, 16, 64), torch.Generator().manual_seed(3))
-    drawn = 0.02 * torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(3))
-    scale = (matrix.scale.float() - 127).exp2().repeat_interleave(32, -1)
-    largest = (drawn.abs() / scale).unflatten(-1, (-1, 32)).amax(-1)
-    assert bool(((largest >= 4) & (largest < 8)).all()), "the format's range is used"
-    numbers = torch.cat([mxfp4.FP4, -mxfp4.FP4])
-    nearest = (drawn[..., None] / scale[..., None] - numbers).abs().amin(-1)
-    found = (mxfp4.dequantized(*matrix) - drawn) / scale
-    assert torch.allclose(found.abs(), nearest, atol=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import zipfile
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import warm
 
-from staleproof.kernels import packages, vllm_matmul_ogs
+from staleproof.kernels import packages
 from staleproof.kernels.subject import Subject
 
 SOURCE = "from {package}.config import is_hip\nfrom {package}.other import helper\nVALUE = {value}\n"
@@ -310,25 +309,3 @@ def test_a_kernel_of_triton_sources_and_one_of_the_users_run_no_library_of_the_p
     assert packages.other_torch(sources, release) == ""
     assert packages.other_torch(Subject("x", "rows", _fast), release) == ""
     assert packages.other_torch(Subject("x", "rows", print, package="fast-kernels"), release) == ""
-
-
-def test_triton_kernels_come_from_the_cache_or_an_installed_vllm(tmp_path, monkeypatch):
-    site, fetched = tmp_path / "site/vllm", []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(packages.devices, "version_of", {"vllm": "0.30.0"}.get)
-    monkeypatch.setattr(vllm_matmul_ogs, "vllm_file", lambda path: None)
-    assert vllm_matmul_ogs.root() is None
-    monkeypatch.setattr(vllm_matmul_ogs, "vllm_file", lambda path: site / path)
-    assert (vllm_matmul_ogs.root(), vllm_matmul_ogs.version()) == (site, "0.30.0")
-    monkeypatch.setattr(packages, "fetch", lambda *given: fetched.append(given))
-    folder = vllm_matmul_ogs.fetch()
-    assert folder == tmp_path / "staleproof/triton_kernels/0.22.1/vllm"
-    ((release, wanted, there),) = fetched
-    assert (release, there) == ("vllm==0.22.1", folder.parent)
-    kept = ("third_party/triton_kernels/matmul_ogs.py", "v1/sample/ops/topk_topp_sampler.py")
-    kept += ("model_executor/layers/quantization/utils/mxfp4_utils.py",)
-    assert [bool(re.fullmatch(wanted, f"vllm/{name}")) for name in (*kept, "_C.so", "v1/outputs.py")] == [
-        *[True] * 3, *[False] * 2,
-    ]  # fmt: skip
-    (folder / vllm_matmul_ogs.PACKAGE).mkdir(parents=True)
-    assert (vllm_matmul_ogs.root(), vllm_matmul_ogs.version()) == (folder, "0.22.1")

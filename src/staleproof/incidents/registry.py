@@ -99,7 +99,7 @@ for _name, _about in {
         title="The scale behind the last one",
         notebook="07_the_scale_behind_the_last.ipynb",
         summary="a kernel reads 64 bytes behind its scales, and SwiGLU makes a finite number of the NaN",
-        served=("layer",),
+        served=("layer, replica",),
         tried=("nan_to_num", "zero_once", "mask_load"),
     ),
     "published_unwritten": Incident(

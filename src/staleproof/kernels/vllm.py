@@ -21,7 +21,7 @@ import torch
 from staleproof import device
 from staleproof.cases.machine import VLLM_TRITON_MLA
 from staleproof.device import Provenance
-from staleproof.kernels import mxfp4, references, subject
+from staleproof.kernels import references, subject
 from staleproof.kernels.adapter import RANK, Peer, pages_in_use, peer
 from staleproof.kernels.vllm_sources import UnavailableError, load
 from staleproof.vllm.sources import vllm_file
@@ -290,30 +290,6 @@ def moe_align(x, w1, w2, topk_weights, topk_ids):
                 weight = topk_weights.flatten()[slot].to(x.dtype)
                 out[slot // 2] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
     return out
-
-
-@cache
-def _triton_kernels(device: str) -> Any:
-    from staleproof.kernels.vllm_matmul_ogs import MatmulOgs
-
-    return MatmulOgs(device)
-
-
-def _mxfp4(device: str) -> dict[str, Any]:
-    x, weight, scale, numbers = mxfp4.problem(device)
-    operand = _triton_kernels(device).operand(weight, scale)
-    return {"x": x, "scale": operand.scale_bytes, "operand": operand, "numbers": numbers}
-
-
-@subject.operands(
-    name=mxfp4.NAME.format("matmul_ogs"),
-    package="vllm",
-    versions=("0.22.1",),
-    make=_mxfp4,
-    reference=mxfp4.each_expert,
-)
-def matmul_ogs(x, scale, operand, numbers):
-    return _triton_kernels(x.device.type).product(x, operand.with_scale(scale))
 
 
 FA3_LIBRARY = "vllm_flash_attn/_vllm_fa3_C.abi3.so"

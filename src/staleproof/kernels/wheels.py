@@ -1,10 +1,10 @@
-"""Kernels of smaller wheels: FlashAttention-4, sgl-flash-mla, sgl-deep-gemm, sglang-kernel's Triton."""
+"""Kernels of smaller wheels: FlashAttention-4, sgl-flash-mla, sgl-deep-gemm."""
 
 from __future__ import annotations
 
 import torch
 
-from staleproof.kernels import mxfp4, references, subject
+from staleproof.kernels import references, subject
 
 _FLASH = {"package": "flash-attn-4", "needs": "sm90", "q_len": 0, "head_dim": 64}
 
@@ -62,27 +62,3 @@ def deep_gemm_masked(x, starts):
     groups[group, row - starts[group]] = x
     m_grouped_bf16_gemm_nt_masked(groups, weights, out, counts, 16)
     return out[group, row - starts[group]]
-
-
-@subject.operands(
-    name=mxfp4.NAME.format("triton_kernels.matmul"),
-    package="sglang-kernel",
-    versions=mxfp4.VERSIONS,
-    make=mxfp4.sglang_operands,
-    reference=mxfp4.each_expert,
-)
-def mxfp4_matmul(x, scale, operand, numbers):
-    from triton_kernels.matmul import PrecisionConfig, Storage, Tensor, matmul
-    from triton_kernels.tensor import make_ragged_tensor_metadata_torch
-
-    weights, old = operand
-    experts = len(numbers)
-    placed = Tensor(Storage(scale, old.storage.layout), dtype=old.dtype, shape=[*old.shape])
-    config = PrecisionConfig(b_mx_scale=placed)
-    # Only 0.4.10 has this option, and it is required there.
-    if hasattr(config, "b_microblock_size"):
-        config.b_microblock_size = 32
-    rows = torch.full((experts,), len(x), dtype=torch.int32, device=x.device)
-    ragged = make_ragged_tensor_metadata_torch(rows, experts * len(x))
-    y = matmul(x.repeat(experts, 1), weights, None, a_ragged_metadata=ragged, precision_config=config)
-    return y.view(experts, len(x), -1)

@@ -13,9 +13,10 @@ import torch
 from torch.nn import functional
 
 from staleproof.check import require
-from staleproof.kernels.mxfp4 import GROUP, Matrix, Shape, values
-from staleproof.kernels.vllm_matmul_ogs import ALPHA, LIMIT
+from staleproof.incidents.mxfp4_scales.weights import GROUP, Matrix, Shape, values
 
+# SwiGLU of gpt-oss: gate * sigmoid(ALPHA * gate) * (up + 1), both clamped to LIMIT.
+ALPHA, LIMIT = 1.702, 7.0
 # Values along K in a tile of Hopper's kernel: 4 groups of scales.
 TILE = 128
 NONE, LANES, GROUPS = "none", "lanes", "groups"

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from staleproof import device as devices
-from staleproof.cases import children
-from staleproof.cases.case import Fix, MissingError, Reading, Scene, ablation, each, fix, reading
+from staleproof.cases.case import Fix, Reading, ablation, each, fix, reading
 from staleproof.cases.finding import ARITHMETIC, Evidence, Grade
 from staleproof.cases.run import Table
 from staleproof.cases.words import FIXED, NOT_FIXED
-from staleproof.incidents.mxfp4_scales import broken, real, scene, whole
+from staleproof.device import Provenance
+from staleproof.incidents.mxfp4_scales import broken, released, scene
 from staleproof.incidents.mxfp4_scales.broken import GROUPS, SHIPPED, Kernel, Shape
-from staleproof.incidents.mxfp4_scales.real import READERS
-from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
-from staleproof.incidents.mxfp4_scales.scene import NAN, RIGHT, SMALL, TOKENS, WRONG
-from staleproof.kernels import vllm_matmul_ogs
+from staleproof.incidents.mxfp4_scales.remedies import READERS, REMEDIES
+from staleproof.incidents.mxfp4_scales.scene import NAN, RIGHT, SMALL, WRONG
+from staleproof.vllm.plugin import patches
 
 WORDS = "scales"
-INSIDE, PAST, ILLEGAL = "inside", "past the end", "illegal memory access"
+INSIDE, PAST = "inside", "past the end"
 ALWAYS, SOMETIMES, NEVER = "always 0xff", "0xff now and then", "never 0xff"
 
 # Projections of gpt-oss. K of the first is the hidden size, 2880. K of the second is the intermediate size of
@@ -81,140 +80,56 @@ class Ingredients:
 
 def silent(a: Ingredients, device: str) -> Reading:
     """The replica's layer with these ingredients."""
-    layer = scene.layer_on("cpu", size=SMALL._replace(hidden=a.hidden))
+    layer = scene.layer_of(SMALL._replace(hidden=a.hidden))
     if not a.routed:
         layer = replace(layer, topk_ids=torch.arange(SMALL.top_k).expand(layer.topk_ids.shape))
     return scene.judged(layer, partial(scene.layer, kernel=a.kernel), [a.fill])[0]
 
 
-# --- vLLM's own kernel. A probe is the key under which a child reports an answer; for a remedy it is
-# (remedy, fill, tokens).
-
-Probe = tuple[Any, ...]
-Told = Mapping[Any, Any]
+# --- The loader of a release, around our layout.
 
 
-def _layer(remedy: str, fill: str = "0xff", tokens: int = TOKENS) -> Probe:
-    return remedy, fill, tokens
+@dataclass(frozen=True)
+class Loader:
+    """The loader of a release of vLLM, with the patch ``mxfp4_scale_tail`` or without."""
+
+    release: str
+    patched: bool = False
 
 
-def _package(probe: Any, device: str) -> str | None:
-    return vllm_matmul_ogs.unavailable_reason(device)
-
-
-def _on_gpu(probe: Any, device: str) -> str | None:
-    return "needs a Hopper GPU" if device == "cpu" else _package(probe, device)
-
-
-def _whole_on_gpu(probe: Any, device: str) -> str | None:
-    return _on_gpu(probe, device) or (None if devices.version_of("vllm") else "no vLLM is installed")
-
-
-def _real(probe: Any = None) -> Evidence:
-    remedy = REMEDIES.get(probe[0] if isinstance(probe, tuple) else str(probe))
-    what = "one line of it edited" if remedy and remedy.edit else "as shipped"
-    return Evidence(Grade.REAL, f"vLLM {vllm_matmul_ogs.version()} triton_kernels, {what}")
-
-
-def _whole(probe: Any) -> Evidence:
-    return Evidence(Grade.REAL, f"vLLM {devices.version_of('vllm') or ''}, whole")
-
-
-def _children(*calls: Probe) -> Told:
-    """Answers of child processes by probe. If a child fails, :func:`answer` raises for missing answers."""
-    told: dict[Any, Any] = {}
-    for function, *arguments in calls:
-        ended = children.call(function, *arguments, timeout_s=300)
-        told |= dict(ended.told)
-        if ended.code:
-            told["ended"] = f"a child ended with {ended.code}: {ended.last_line}"
-    return told
-
-
-def _asked(device: str) -> Told:
-    same = [name for name in TRIED if REMEDIES[name].edit is None]
-    edited = [(real.package, device, name) for name in TRIED if REMEDIES[name].edit]
-    return _children((real.package, device, "none"), *edited, (real.package, device, *same, real.AGAIN))
-
-
-TRIED = [name for name in REMEDIES if name != "none"]
-PACKAGE = Scene("vLLM's kernel with each remedy", _asked)
-FIRST_PRODUCT = Scene("vLLM's first product", lambda device: _children((real.table, device)))
-LOADER = Scene("vLLM's loader with the patch and without", lambda device: _children((real.loader, device)))
-NEIGHBOUR = Scene("24 layers", lambda device: _children((real.neighbour, device)))
-ENGINE = Scene("a whole vLLM", lambda device: _children((whole.ask,)))
-
-
-def answer(probe: Any, device: str, told: Told) -> Reading:
-    """The answer of a child to this probe."""
-    if probe not in told:
-        raise MissingError(told.get("ended", f"{probe} was not asked"))
-    return told[probe]
-
-
-def served(stage: str, device: str, told: Told) -> Reading:
-    """Answers of a whole vLLM at a stage, compared with those after free bytes behind scales are zeroed."""
-    said: Any = answer(stage, device, told)
-    pairs = [*zip(said["answers"], said["over_zeros"], strict=True)]
-    changed = sum(ours != theirs for ours, theirs in pairs)
-    word = NAN if any(ours[1] != ours[1] for ours, _ in pairs) else WRONG if changed else RIGHT
-    found = {name: said[name] for name in ("owners", "harmful")}
-    return reading(word, **found, changed_answers=changed, answers=len(pairs))
-
-
-def guarded(remedy: str, device: str) -> Reading:
-    """The first product in a child process, its scales at the end of a mapping."""
-    ended = children.call(real.guarded, remedy, timeout_s=120)
-    if ended.code and ILLEGAL in ended.stderr:
-        return reading(ILLEGAL, note=ended.last_line)
-    return ended.answer()
-
-
-def _child(function: Callable[[], Reading], device: str) -> Reading:
-    return children.call(function, timeout_s=200).answer()
+def loaded(subject: Loader, device: str) -> Reading:
+    """The layer with the scales that a release's own loader converts, and 0xff after them."""
+    patch = patches()["mxfp4_scale_tail"]
+    applied = patch.applied(subject.release) if subject.patched else contextlib.nullcontext()
+    with released.loader(subject.release) as module, applied:
+        (found,) = scene.judged(scene.layer_of(), partial(released.layer, module=module), ["0xff"])
+    # vLLM's file runs on the CPU even if there is a GPU.
+    return replace(found, provenance=None if device == "cpu" else Provenance.INTERPRETED)
 
 
 def _watch(name: str, device: str) -> Reading:
-    return scene.watched(scene.layer_on("cpu", tokens=256), scene.layer)
+    return scene.watched(scene.layer_of(tokens=256), scene.layer)
 
 
 def _unmoved(ask: Callable[..., Reading]) -> Callable[..., str | None]:
     """The comparison for a fix: with the remedy, 0xff after the scales must give the same rows as zeros."""
 
-    def wrong(*asked: Any) -> str | None:
-        changed = ask(*asked).numbers["changed"]
+    def wrong(*given: Any) -> str | None:
+        changed = ask(*given).numbers["changed"]
         return f"0xff behind the scales changes {changed} rows" if changed else None
 
     return wrong
 
 
-def _drawn(name: str, device: str) -> str:
-    """The expected verdict: whether a random byte that reaches a column of the first product is 0xff.
-
-    The layers of the two devices have other sizes, so that other bytes reach their columns.
-    """
-    size, behind = scene.SIZES[device], scene.bytes_of(name)
-    reaching = broken.columns_behind(Shape(size.experts, 2 * size.inter, size.hidden))
-    return NAN if any(behind[byte] == 0xFF for byte in reaching) else RIGHT
-
-
-PRODUCTS = {name: ("first product", name) for name in (*scene.BEHIND, "control 1", "control 2")}
 WITH_NAN = ("0xff", "int32 -1", "bf16 -inf", "fp32 -inf")
 DRAWN = ("bf16 N(0, 1)", "fp32 N(0, 1)", "random bytes")
 BYTES = dict.fromkeys(scene.BEHIND, NEVER) | dict.fromkeys(WITH_NAN, ALWAYS) | dict.fromkeys(DRAWN, SOMETIMES)
-PRODUCT: dict[str, Any] = dict.fromkeys(PRODUCTS, RIGHT) | dict.fromkeys(WITH_NAN, NAN)
-PRODUCT |= dict.fromkeys(DRAWN, lambda probe: partial(_drawn, probe[1]))
-ALLOCATOR = "what the allocator puts there is what is asked"
 CURED = ("loader_pads", "layout_pads", "mask_after_load", "mask_load")
 LAYER = {name: RIGHT if name in CURED else WRONG for name in REMEDIES}
 ODD = {name: RIGHT if name == "mask_after_load" else NAN for name in REMEDIES}
-# The read stays inside if more groups are stored or fewer are read. A mask after the load changes no read.
-GUARD = {name: ILLEGAL if name in ("none", "mask_after_load") else RIGHT for name in READERS}
 OF_K = {name: PAST if 1 <= shape.k % 128 <= 64 else INSIDE for name, shape in SHAPES.items()}
 VALUES = {"0xff": [0xFF], "the 255 others": range(0xFF)}
 OF_BYTE = {"0xff": NAN, "the 255 others": RIGHT}
-BATCHES = {f"{r}, tokens: {n}": _layer(r, tokens=n) for r in real.BATCHED for n in real.BATCHES}
-ZEROS = {r: _layer(r, "0x00") for r in REMEDIES}
 # The ingredient that is removed, and the verdict then.
 WITHOUT: dict[str, tuple[dict[str, Any], str]] = {
     "pairs of groups in memory": ({"kernel": Kernel(align=4)}, RIGHT),
@@ -224,26 +139,26 @@ WITHOUT: dict[str, tuple[dict[str, Any], str]] = {
     "K modulo 128 of 1 to 64": ({"hidden": 256}, RIGHT),
     "a token of the last expert": ({"routed": False}, RIGHT),
 }
-STAGES = ["loaded", "profiled", "KV caches", *(f"{n} requests sampled" for n in real.STEPS)]
-WHOLE_STAGES = ["started", *(f"{n} requests sampled" for n in whole.STEPS)]
+# The newest release has no fault: its loader pads the scales.
+RELEASES = {"0.16.0": WRONG, "0.19.1": WRONG, "0.22.1": WRONG, "0.33.0": RIGHT}
 
-REAL: dict[str, Any] = {"needs": _package, "evidence": _real}
-ON_GPU = REAL | {"needs": _on_gpu}
-WHOLE: dict[str, Any] = {"needs": _whole_on_gpu, "evidence": _whole}
-OF_PACKAGE, OF_PRODUCT = REAL | {"scene": PACKAGE}, REAL | {"scene": FIRST_PRODUCT}
+
+def _loader(subject: Loader) -> Evidence:
+    return Evidence(Grade.REAL, f"vLLM {subject.release}'s loader on a CPU")
 
 
 def _fixes() -> Iterator[Fix]:
-    """Off / on / off of each remedy, in our replica and in vLLM's package; and of the patch."""
-    cures = {name: FIXED if name in CURED else NOT_FIXED for name in TRIED}
+    """Off / on / off of each remedy in our replica, and of the patch around each release's loader."""
     ours: dict[str, Any] = {"ask": scene.replica, "wrong": _unmoved(scene.replica)}
-    for name, expect in cures.items():
-        yield fix(f"{name}, replica", WORDS, off="none", on=name, expect=expect, **ours)
-    shared: dict[str, Any] = {"ask": answer, "wrong": _unmoved(answer), **REAL}
-    for name, expect in cures.items():
-        off, on, again = map(_layer, ("none", name, real.AGAIN))
-        yield fix(name, WORDS, off=off, on=on, again=again, expect=expect, scene=PACKAGE, **shared)
-    yield fix("mxfp4_scale_tail", WORDS, off=0, on=1, again=2, scene=LOADER, **shared)
+    for name in REMEDIES:
+        if name != "none":
+            expect = FIXED if name in CURED else NOT_FIXED
+            yield fix(f"{name}, replica", WORDS, off="none", on=name, expect=expect, **ours)
+    shared: dict[str, Any] = {"ask": loaded, "wrong": _unmoved(loaded), "evidence": _loader}
+    for release, verdict in RELEASES.items():
+        if verdict == WRONG:
+            off, on = Loader(release), Loader(release, patched=True)
+            yield fix(f"mxfp4_scale_tail, vLLM {release}", WORDS, off=off, on=on, **shared)
 
 
 TABLE = Table(
@@ -254,18 +169,14 @@ TABLE = Table(
     ablation(Ingredients(), WORDS, whole="all", without=WITHOUT, ask=silent, expect=WRONG),
     each("layer, replica", WORDS, list(REMEDIES), scene.replica, expect=LAYER),
     each("odd groups, replica", WORDS, READERS, lambda name, device: scene.odd_groups(name), expect=ODD),
-    each("layer", WORDS, {r: _layer(r) for r in REMEDIES}, answer, expect=LAYER, **OF_PACKAGE),
-    each("layer, zeros behind", WORDS, ZEROS, answer, expect=RIGHT, **OF_PACKAGE),
-    each("layer, batches", WORDS, BATCHES, answer, expect=lambda p: LAYER[p[0]], **OF_PACKAGE | ON_GPU),
-    each("layer", WORDS, {"marlin": real.marlin}, _child, expect=RIGHT, **WHOLE),
-    each("odd groups", WORDS, {r: (r, "odd groups") for r in READERS}, answer, expect=ODD, **OF_PACKAGE),
-    each("first product", WORDS, PRODUCTS, answer, expect=PRODUCT, **OF_PRODUCT),
-    each("layout", "same", ["layout"], answer, expect="same bytes", **OF_PRODUCT),
-    each("end of the mapping", WORDS, READERS, guarded, expect=GUARD, **ON_GPU),
-    each("neighbour", WORDS, STAGES, answer, reason=ALLOCATOR, scene=NEIGHBOUR, **ON_GPU),
-    each("neighbour, whole vLLM", WORDS, WHOLE_STAGES, served, reason=ALLOCATOR, scene=ENGINE, **WHOLE),
+    each(
+        "loader",
+        WORDS,
+        {f"vLLM {release}": Loader(release) for release in RELEASES},
+        loaded,
+        expect={f"vLLM {release}": verdict for release, verdict in RELEASES.items()},
+        evidence=_loader,
+    ),
     each("watch, replica", "measurement", ["layer"], _watch, expect="measured"),
-    each("watch", "measurement", {"layer": real.watch}, _child, expect="measured", **ON_GPU),
-    each("cost", "measurement", {"loader_pads": real.cost}, _child, expect="measured", **ON_GPU),
     _fixes(),
 )

@@ -25,7 +25,7 @@ def stages(fill: str, kernel: Kernel = SHIPPED, hidden: int = scene.SMALL.hidden
     >>> stages("0xff", hidden=224)[0]
     ['finite', 'finite', 'finite']
     """
-    a = scene.layer_on("cpu", size=scene.SMALL._replace(hidden=hidden))
+    a = scene.layer_of(scene.SMALL._replace(hidden=hidden))
 
     def of(name: str) -> list[torch.Tensor]:
         slab = torch.cat([broken.swizzled(a.w13.scale, kernel), scene.bytes_of(name)])

@@ -1,6 +1,6 @@
 """A layer of gpt-oss' experts with chosen bytes after its scales in memory, and functions that judge it.
 
-:func:`layer` computes it with our replica, :mod:`real` with vLLM's own kernel.
+:func:`layer` computes it with our replica, :func:`.released.layer` with the scales of vLLM's own loader.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from staleproof.cases.compare import rounding
 from staleproof.incidents.mxfp4_scales import broken
 from staleproof.incidents.mxfp4_scales.broken import Kernel, Matrix, Shape
 from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
-from staleproof.kernels import mxfp4
+from staleproof.incidents.mxfp4_scales.weights import dequantized, quantized
 
 RIGHT, NAN, WRONG = "right", "NaN", "wrong, finite"
 # Allowed relative error of a row: intermediate and result are rounded to bf16. The kernels' is below 5e-3.
@@ -36,9 +36,8 @@ class Size(NamedTuple):
     top_k: int
 
 
-# Both layers' first products read past the end, and GPT_OSS's second too, but not SMALL's second.
-SMALL, GPT_OSS = Size(4, 192, 128, 2), Size(32, 2880, 2880, 4)
-SIZES = {"cpu": SMALL, "cuda": GPT_OSS}
+# Its first product reads past the end, its second does not.
+SMALL = Size(4, 192, 128, 2)
 TOKENS = 12
 
 
@@ -66,26 +65,24 @@ class Layer:
         return (self.topk_ids == self.w13.shape.experts - 1).any(1)
 
 
-def layer_on(device: str, size: Size | None = None, tokens: int = TOKENS) -> Layer:
-    """A layer and a batch; the first token is always routed to the last experts.
+def layer_of(size: Size = SMALL, tokens: int = TOKENS) -> Layer:
+    """A layer and a batch, on the CPU; the first token is always routed to the last experts.
 
     Args:
-        device: of its tensors.
-        size: gpt-oss-20b's on a GPU by default, and a small one where kernels are interpreted.
+        size: of the layer.
         tokens: in the batch.
     """
-    size = size or SIZES[device]
-    generator = torch.Generator(device).manual_seed(0)
-    w13 = mxfp4.quantized(Shape(size.experts, 2 * size.inter, size.hidden), generator)
-    w2 = mxfp4.quantized(Shape(size.experts, size.hidden, size.inter), generator)
-    x = torch.randn(tokens, size.hidden, generator=generator, device=device)
-    ids = torch.rand(tokens, size.experts, generator=generator, device=device).argsort(1)
-    ids[0] = torch.arange(size.experts - 1, -1, -1, device=device)
-    weights = torch.rand(tokens, size.top_k, generator=generator, device=device).softmax(1)
+    generator = torch.Generator().manual_seed(0)
+    w13 = quantized(Shape(size.experts, 2 * size.inter, size.hidden), generator)
+    w2 = quantized(Shape(size.experts, size.hidden, size.inter), generator)
+    x = torch.randn(tokens, size.hidden, generator=generator)
+    ids = torch.rand(tokens, size.experts, generator=generator).argsort(1)
+    ids[0] = torch.arange(size.experts - 1, -1, -1)
+    weights = torch.rand(tokens, size.top_k, generator=generator).softmax(1)
     return Layer(w13, w2, x.bfloat16(), ids[:, : size.top_k], weights)
 
 
-def _experts(
+def experts(
     a: Layer, product: Callable[[torch.Tensor, Matrix, int], torch.Tensor], drops_nan: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's output and intermediate; ``product(x, matrix, expert)`` computes one expert's product."""
@@ -100,7 +97,7 @@ def _experts(
 
 def exact(x: torch.Tensor, matrix: Matrix, expert: int) -> torch.Tensor:
     """One expert's product in fp32, from the checkpoint itself, (rows, n)."""
-    return x.float() @ mxfp4.dequantized(matrix.weight[expert], matrix.scale[expert]).T
+    return x.float() @ dequantized(matrix.weight[expert], matrix.scale[expert]).T
 
 
 def layer(
@@ -121,7 +118,7 @@ def layer(
         slab = torch.cat([broken.swizzled(matrix.scale, kernel), behind])
         return broken.product(x, matrix, slab, kernel)[expert]
 
-    return _experts(a, product, kernel.drops_nan)
+    return experts(a, product, kernel.drops_nan)
 
 
 # Contents after the scales: a dtype, and a constant, the ends of a range to draw from, or None for N(0, 1).
@@ -170,7 +167,7 @@ def judged(a: Layer, run: Run, fills: Sequence[str] = FILLS, filters: bool = Fal
         fills: names in :data:`BEHIND`.
         filters: whether NaN in the output are replaced by 0 before the comparison.
     """
-    (right, _), over_zeros = _experts(a, exact), run(a, bytes_of("0x00"))
+    (right, _), over_zeros = experts(a, exact), run(a, bytes_of("0x00"))
     clean, said = over_zeros[0], []
     for name in fills:
         out, inner = over_zeros if name == "0x00" else run(a, bytes_of(name))
@@ -200,7 +197,7 @@ def replica(remedy: str, device: str = "cpu", fill: str = "0xff") -> Reading:
     >>> replica("none", fill="0xfe").verdict, replica("none").verdict
     ('right', 'wrong, finite')
     """
-    a, how = layer_on("cpu"), REMEDIES[remedy]
+    a, how = layer_of(), REMEDIES[remedy]
     return judged(a, partial(layer, kernel=how.kernel), [fill], how.filters)[0]
 
 
@@ -245,7 +242,7 @@ def _part(of: torch.Tensor) -> float:
     return float(of.float().mean())
 
 
-def odd_groups(remedy: str, product: Callable[..., torch.Tensor] | None = None) -> Reading:
+def odd_groups(remedy: str) -> Reading:
     """K of three groups, to which the layout itself adds a fourth: does the product change if that is 0xff?
 
     The package's own mask of the values is wrong for such a K, because it is not a multiple of 64. So the
@@ -253,13 +250,12 @@ def odd_groups(remedy: str, product: Callable[..., torch.Tensor] | None = None) 
 
     Args:
         remedy: a name in :data:`REMEDIES`.
-        product: ``product(x, matrix, memory)`` as the package computes it; our replica by default.
     """
     generator, kernel = torch.Generator().manual_seed(2), REMEDIES[remedy].kernel
-    matrix = mxfp4.quantized(Shape(2, 256, 96), generator)
+    matrix = quantized(Shape(2, 256, 96), generator)
     x = torch.randn(16, 96, generator=generator).bfloat16()
-    ask = product or partial(broken.product, kernel=kernel)
-    clean, dirty = (ask(x, matrix, broken.swizzled(matrix.scale, kernel, pad)) for pad in (0x00, 0xFF))
+    memories = (broken.swizzled(matrix.scale, kernel, pad) for pad in (0x00, 0xFF))
+    clean, dirty = (broken.product(x, matrix, memory, kernel) for memory in memories)
     changed = ~((clean == dirty).flatten(0, 1).all(0))
     word = NAN if not dirty.isfinite().all() else WRONG if changed.any() else RIGHT
     return reading(word, columns=dirty.shape[-1], changed_columns=int(changed.sum()))
