@@ -34,9 +34,8 @@ ALLOWED = {
     "kernels": {"kernels", "cases", *SERVER},
     "contract": {"contract", "audit", "kernels", "cases", *SERVER},
     "incidents": {"kernels", "cases", *SERVER},  # and their own folder, see _may_import
-    "engine": {"engine", "kernels", "cases", "incidents", *SERVER},
-    "report": {"report", "cases", "kernels", "incidents", "contract", "engine", "triage", *SERVER, ""},
-    "cli": {"cli", "report", "cases", "kernels", "incidents", "contract", "engine", "triage", *SERVER, ""},
+    "report": {"report", "cases", "kernels", "incidents", "contract", "triage", *SERVER, ""},
+    "cli": {"cli", "report", "cases", "kernels", "incidents", "contract", "triage", *SERVER, ""},
 }
 # What a server installs may need no other package than these. Imports of vllm are for vLLM's processes.
 THIRD_PARTY = {"ops": {"torch", "triton", "numpy"}, "evidence": {"torch", "triton", "matplotlib", "seaborn"}}

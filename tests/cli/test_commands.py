@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import typer
@@ -414,26 +413,19 @@ def test_doctor_names_what_is_skipped_and_why(monkeypatch, capsys):
             [["typing"], "cpu", 7.0, "of it"],
         ),
         (
-            "staleproof.engine.cases.table",
-            ["engine", "mla", "--without", "FLASH"],
-            SimpleNamespace(run=lambda *_: (one for one in ())),
-            ["mla", ["FLASH"]],
-        ),
-        (
-            "staleproof.engine.watching.follow",
+            "staleproof.vllm.watch_client.follow",
             ["watch", "host:1/metrics/", "--every", "7"],
             None,
             ["http://host:1/metrics", 7.0],
         ),
-        ("staleproof.engine.watching.follow", ["watch", "host:1"], None, ["http://host:1", 2.0]),
+        ("staleproof.vllm.watch_client.follow", ["watch", "host:1"], None, ["http://host:1", 2.0]),
         ("staleproof.device.select", ["record", "--device", "cpu"], "cpu", ["cpu"]),
-        ("staleproof.device.select", ["engine", "blocks", "--device", "cpu"], "cpu", ["cpu"]),
     ],
 )
 def test_what_is_given_is_handed_on(root, incident, monkeypatch, place, command, result, handed):
     incident(clean)
     asked = []
-    monkeypatch.setattr("staleproof.engine.watching.fetch", lambda url: [Sample("watch_up", {}, 1.0)])
+    monkeypatch.setattr("staleproof.vllm.watch_client.fetch", lambda url: [Sample("watch_up", {}, 1.0)])
     monkeypatch.setattr(place, lambda *args, **options: asked.append([*args, *options.values()]) or result)
     cli.main(command)
     assert asked

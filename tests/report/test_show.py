@@ -170,6 +170,16 @@ def test_recorded_values_come_with_machine_and_date(runs, capsys):
     assert run.title.endswith("source changed since: mla_padding")
     assert title == f"RECORDED {run.machine}, {answers[0].date}, same source"
     assert line.split() == ["vllm_triton", "nan"]
+    # Several questions are one table; what was not run there is counted.
+    late = [*answers, not_run("mla_padding", "empty row", "cutlass", "needs an SM100 GPU")]
+    store.write(runs / "gpu", [replace(one, of="vLLM 1.0") for one in late], [])
+    show.recorded_answers("mla_padding", "empty row", "past seq_len", variants=("vllm", "cutlass"))
+    title, _, _, *lines, count = capsys.readouterr().out.splitlines()
+    assert title.startswith(f"RECORDED vLLM 1.0, {run.machine}, ")
+    assert [line.split()[-2:] for line in lines] == [["vllm_triton", "nan"], ["vllm_triton", "clean"]]
+    assert count == "not run there: 1"
+    show.recorded_answers("mla_padding", "empty row", variants="another")
+    assert capsys.readouterr().out.startswith("no recorded run has this question yet")
 
 
 def test_a_control_is_a_slider_a_toggle_or_a_menu(monkeypatch):

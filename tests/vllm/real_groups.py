@@ -1,7 +1,7 @@
 """What patches do together in one vLLM, on a CPU; run inside a vLLM environment only. Prints one object.
 
 Each scene is a process of its own. A model of MLA layers alone serves 500 requests while somebody
-else schedules, or a hook fails; the rows of TurboQuant's decode; the first requests of the soak.
+else schedules, or a hook fails; the rows of TurboQuant's decode.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 import real_checks
 import real_kernels as kernels
 import real_scheduler as real
-
-from tools import soak
 
 SCHEDULER = importlib.import_module("vllm.v1.core.sched.scheduler")
 REQUESTS = 500
@@ -116,6 +114,4 @@ if __name__ == "__main__":
     for scene in SCENES:
         with context.Pool(1) as pool:
             results[scene.__name__] = pool.apply(scene)
-    if "undrained_ids" in sys.argv[1:]:
-        results["soak"] = soak.main(REQUESTS, samples=10)
     print(json.dumps(results))

@@ -7,7 +7,6 @@ import pytest
 import warm
 
 from staleproof.vllm import releases
-from tools import soak
 
 pytestmark = pytest.mark.slow
 TURBOQUANT = {"off": [3, 5], "on": [], "lines": []}
@@ -35,4 +34,3 @@ def test_patches_together(tmp_path, version):
         "planted; comes back in 60 s (1 of 3); out of service: undrained_ids, mla_recording; in service: "
         in line
     )
-    soak.check(found["soak"])

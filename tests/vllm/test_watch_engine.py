@@ -13,9 +13,8 @@ from made_up import free_port, planted
 from tests.made import arrived
 
 from staleproof import device as devices
-from staleproof.engine import watching
 from staleproof.evidence.board import Board
-from staleproof.vllm import standing, watch_blocks, watch_hooks, watch_memory, watch_port
+from staleproof.vllm import standing, watch_blocks, watch_client, watch_hooks, watch_memory, watch_port
 from staleproof.vllm import watch as watches
 from staleproof.vllm.watch import Watch
 
@@ -128,7 +127,7 @@ def test_a_whole_start_and_some_steps_are_counted(start, caplog):
     serve(runner, 1)
     watch = watch_hooks.installed[0].watch
     arrived(watch)
-    rows = watching.rows(watching.fetch(f"localhost:{port}"))
+    rows = watch_client.rows(watch_client.fetch(f"localhost:{port}"))
     assert {row[:2]: row[2:] for row in rows} == {
         ("attention", "layers.0"): (25, 0),
         ("router", "layers.0"): (0, 0),
@@ -136,7 +135,7 @@ def test_a_whole_start_and_some_steps_are_counted(start, caplog):
         ("expert twice", "layers.0"): (0, 5),
     }
     assert watch.latest.steps == 5
-    stale = next(s for s in watching.fetch(f"localhost:{port}") if s.name == "stale_blocks_read")
+    stale = next(s for s in watch_client.fetch(f"localhost:{port}") if s.name == "stale_blocks_read")
     assert stale.value == 4  # the block comes to its second to fifth owner with another's bytes
     assert sum("first padding row" in line for line in caplog.messages) == 1
 

@@ -18,8 +18,7 @@ from tests.made import arrived
 
 from staleproof import device
 from staleproof.cli import app as cli
-from staleproof.engine import watching
-from staleproof.vllm import standing, watch_port
+from staleproof.vllm import standing, watch_client, watch_port
 from staleproof.vllm.watch import Reading, Settings, Watch
 from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
 from staleproof.vllm.watch_memory import Memory
@@ -53,7 +52,7 @@ def url_fixture(served):
 
 
 def test_a_scrape_has_what_was_counted(url):
-    rows = watching.rows(watching.fetch(url))
+    rows = watch_client.rows(watch_client.fetch(url))
     assert ("attention", "layers.0", 5, 3) in rows
     assert ("expert twice", "layers.0", 5, 3) in rows
 
@@ -87,7 +86,7 @@ def test_a_scrape_touches_no_device_and_starts_no_copy(url, monkeypatch):
 
     monkeypatch.setattr(Watch, "copy", forbidden)
     monkeypatch.setattr(Watch, "reading", forbidden)
-    assert watching.fetch(url)
+    assert watch_client.fetch(url)
 
 
 def test_many_scrapers_at_once_and_one_that_goes_away(url, capfd):
@@ -98,7 +97,7 @@ def test_many_scrapers_at_once_and_one_that_goes_away(url, capfd):
     gone.sendall(b"GET /metrics HTTP/1.1\r\n")
     gone.close()
     found = []
-    threads = [threading.Thread(target=lambda: found.append(len(watching.fetch(url)))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(len(watch_client.fetch(url)))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -142,12 +141,12 @@ def test_the_table_says_that_counts_are_of_a_sample(device):
     arrived(watch)
     # Its counts have not arrived; that it began is known.
     watch.begin_step(3)
-    samples = watching.fetch(f"localhost:{port.server_address[1]}")
+    samples = watch_client.fetch(f"localhost:{port.server_address[1]}")
     expected = {"steps": 8, "begun_steps": 9}
     assert {s.name: s.value for s in samples if s.name in ("steps", "begun_steps")} == expected
-    assert watching.rows(samples) == [("attention", "layers.0", 10, 6)]
+    assert watch_client.rows(samples) == [("attention", "layers.0", 10, 6)]
     heading = "step 8; counts are of 2 steps: of all there were about 4.0 times as many; one layer in 2"
-    assert watching.heading(samples) == heading
+    assert watch_client.heading(samples) == heading
 
 
 def test_bad_input_of_the_command_is_one_line(capsys):
@@ -171,8 +170,8 @@ def test_a_port_of_somebody_else_is_no_watch():
 
     port = free_port()
     start_http_server(port, registry=CollectorRegistry())
-    with pytest.raises(watching.WatchError, match="no metrics of staleproof"):
-        watching.fetch(f"http://localhost:{port}/metrics")
+    with pytest.raises(watch_client.WatchError, match="no metrics of staleproof"):
+        watch_client.fetch(f"http://localhost:{port}/metrics")
 
 
 def test_a_port_in_use_is_one_line(caplog):

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from staleproof.cli import audit, diagnose, engine, incidents, lab, patches, recorded
+from staleproof.cli import audit, diagnose, incidents, lab, patches, recorded, watch
 from staleproof.cli.common import in_one_line
 
 app = typer.Typer(
@@ -31,8 +31,7 @@ COMMANDS: dict[Callable[..., None], str] = {
     incidents.report: "Write the report, one HTML file, and print its path.",
     lab.lab: "Open JupyterLab on the notebooks and the book.",
     audit.audit: "Put kernels through the padding contract.",
-    engine.watch: "Show what the watch of a live vLLM counts.",
-    engine.engine: "Put questions to a whole vLLM. Needs a GPU.",
+    watch.watch: "Show what the watch of a live vLLM counts.",
     incidents.doctor: "Say what this machine can run, what not, and why.",
     recorded.record: "Record all findings and timings of this machine.",
     recorded.compare: "Compare two recorded runs, or two audits.",

@@ -34,7 +34,7 @@ from staleproof.cases.finding import OFF_ON_OFF, Finding, Key
 from staleproof.cases.store import Run, compare
 from staleproof.cases.words import outcome
 from staleproof.incidents.registry import INCIDENTS
-from staleproof.report import engine, matrix, plots, timeline
+from staleproof.report import matrix, plots, timeline
 from staleproof.report.notebooks import Execution
 from staleproof.triage import table
 from staleproof.vllm.plugin import patches
@@ -106,7 +106,8 @@ def page(
     documents = {path.name: path.read_text() for path in sorted(book.glob("*.md"))}
     known = {anchor: plain(text) for anchor, text in _TERM.findall(documents.get("glossary.md", ""))}
     chapters = [chapter(one) for one in notebooks]
-    machines = [run for run in runs if not engine.is_engine(run)]
+    # Runs of a whole vLLM have questions of their own; notebooks 01 to 04 show them.
+    machines = [run for run in runs if any(found.incident != "engine" for found in run.findings)]
     told = [findings, *(run.findings for run in machines)]
     environment = Environment(
         loader=PackageLoader("staleproof.report"), autoescape=True, undefined=StrictUndefined
@@ -129,11 +130,6 @@ def page(
         **_answers(findings, machines),
         panels=groupby(matrix.build(next(filter(None, told), [])), lambda one: one.incident),
         absent=matrix.absences(findings),
-        engines=[
-            (engine.title(run), run, [(found, engine.seen(found)) for found in run.findings])
-            for run in runs
-            if engine.is_engine(run)
-        ],
         patched=json.loads(patched.read_text()) if patched.exists() else {},
         chapters=chapters,
         timeline=_timeline() if "timeline.md" in documents else None,

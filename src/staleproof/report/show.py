@@ -280,16 +280,33 @@ class Badge:
         return f"<p style='padding: .3em .6em; {self.style}'>{html.escape(self.text)}</p>"
 
 
-def recorded_answers(incident: str, question: str) -> None:
-    """Print the verdicts of each recorded machine on one question. They prove nothing about this one."""
-    asked = []
+def recorded_answers(incident: str, *questions: str, variants: str | Sequence[str] = "") -> None:
+    """Show what each recorded run answered to some questions. It proves nothing about this machine.
+
+    Args:
+        incident: folder name, e.g. ``mla_padding``; ``engine`` for the runs of a whole vLLM.
+        questions: a table has their answers in the order of the run.
+        variants: only variants with this text in their name, or with one of these.
+    """
+    texts = (variants,) if isinstance(variants, str) else tuple(variants)
+    shown = False
     for run in store.read_all(spoilt=_not_shown):
-        answered = [f for f in run.findings if (f.incident, f.question) == (incident, question)]
-        if answered:
-            print(f"RECORDED {run.only(answered).title}")
-            table(("variant", question), ((f.variant, f.verdict) for f in answered))
-        asked += answered
-    if not asked:
+        asked = [f for f in run.findings if f.incident == incident and f.question in questions]
+        found = [f for f in asked if any(text in f.variant for text in texts)]
+        if not found:
+            continue
+        shown = True
+        answered = [f for f in found if f.ran]
+        release = {f.of for f in answered}
+        of = f"{release.pop()}, " if len(release) == 1 and "" not in release else ""
+        print(f"RECORDED {of}{run.only(found).title}")
+        if len(questions) == 1:
+            table(("variant", *questions), ((f.variant, f.verdict) for f in answered))
+        else:
+            table(("question", "variant", "answer"), ((f.question, f.variant, f.verdict) for f in answered))
+        if len(answered) < len(found):
+            print(f"not run there: {len(found) - len(answered)}")
+    if not shown:
         print("no recorded run has this question yet: staleproof record makes one")
 
 

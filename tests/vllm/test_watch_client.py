@@ -8,8 +8,8 @@ from urllib.error import URLError
 
 import pytest
 
-from staleproof.engine import watching
-from staleproof.engine.watching import Sample
+from staleproof.vllm import watch_client
+from staleproof.vllm.watch_client import Sample
 
 
 def sample(name: str, value: float, **labels: str) -> Sample:
@@ -51,7 +51,7 @@ vllm_steps_total 5.0
 # TYPE staleproof_up gauge
 staleproof_up{of="a"} 1.0
 """
-    assert watching.parse(text) == [Sample("steps", {}, 4.0), Sample("up", {"of": "a"}, 1.0)]
+    assert watch_client.parse(text) == [Sample("steps", {}, 4.0), Sample("up", {"of": "a"}, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -67,24 +67,24 @@ def test_a_port_may_be_named_with_or_without_scheme_and_path(monkeypatch, url, h
         asked.append((address.rstrip("/"), timeout))
         raise error
 
-    monkeypatch.setattr(watching.urllib.request, "urlopen", refuse)
-    with pytest.raises(watching.WatchError, match=rf"^http://{host}:1/metrics/?: refused$"):
-        watching.fetch(url.replace("host", host))
-    assert asked == [(f"http://{host}:1/metrics", watching.TIMEOUT_S)]
+    monkeypatch.setattr(watch_client.urllib.request, "urlopen", refuse)
+    with pytest.raises(watch_client.WatchError, match=rf"^http://{host}:1/metrics/?: refused$"):
+        watch_client.fetch(url.replace("host", host))
+    assert asked == [(f"http://{host}:1/metrics", watch_client.TIMEOUT_S)]
 
 
 def test_what_answers_and_is_no_watch_is_an_error(monkeypatch):
     answer = b"<html>"
-    monkeypatch.setattr(watching.urllib.request, "urlopen", lambda *_, **given: io.BytesIO(answer))
-    with pytest.raises(watching.WatchError, match=r"^http://host:1/metrics: .*<html>"):
-        watching.fetch("host:1")
+    monkeypatch.setattr(watch_client.urllib.request, "urlopen", lambda *_, **given: io.BytesIO(answer))
+    with pytest.raises(watch_client.WatchError, match=r"^http://host:1/metrics: .*<html>"):
+        watch_client.fetch("host:1")
     # A label in another encoding hides no count.
     answer = b'staleproof_up{of="\xe4"} 1.0\n'
-    assert [one.value for one in watching.fetch("host:1")] == [1.0]
+    assert [one.value for one in watch_client.fetch("host:1")] == [1.0]
 
 
 def test_json_has_every_sample_and_is_in_order_of_name():
-    text = watching.as_json(SAMPLES)
+    text = watch_client.as_json(SAMPLES)
     told = json.loads(text)
     assert text == json.dumps(told, sort_keys=True)
     assert told["steps"] == [{"engine": "0", "value": 5.0}, {"engine": "1", "value": 3.0}]
@@ -108,7 +108,7 @@ def test_the_heading_says_what_share_is_counted(steps, counted, layers, said):
     samples = [sample("steps", value) for value in steps]
     samples += [sample("counted_steps", value) for value in counted]
     samples += [sample("sample", value, of="layers") for value in layers]
-    assert watching.heading([*samples, sample("sample", 9.0, of="steps")]) == said
+    assert watch_client.heading([*samples, sample("sample", 9.0, of="steps")]) == said
 
 
 def cells(table) -> list[tuple[str, ...]]:
@@ -116,7 +116,7 @@ def cells(table) -> list[tuple[str, ...]]:
 
 
 def test_the_table_has_a_row_for_each_stage_and_layer_and_notes_below():
-    table = watching.table(SAMPLES)
+    table = watch_client.table(SAMPLES)
     assert [column.header for column in table.columns] == ["stage", "layer", "padding rows", "live rows"]
     assert cells(table) == [
         ("attention", "layers.0", "5", "2"),
@@ -132,7 +132,7 @@ def test_the_table_has_a_row_for_each_stage_and_layer_and_notes_below():
         "6 blocks of state read as keys before written",
         "1.5 MiB unprofiled: layers.*.out",
     ]
-    empty = watching.table([sample("canary_rows", 0.0, layer="a", rows="live")])
+    empty = watch_client.table([sample("canary_rows", 0.0, layer="a", rows="live")])
     assert (cells(empty), empty.caption) == ([], "no patch")
 
 
@@ -143,14 +143,14 @@ def test_the_table_is_drawn_again_and_again_until_the_port_goes(monkeypatch):
     def fetch(url):
         events.append(url)
         if (samples := next(answers, None)) is None:
-            raise watching.WatchError("gone")
+            raise watch_client.WatchError("gone")
         return samples
 
-    monkeypatch.setattr(watching, "fetch", fetch)
-    monkeypatch.setattr(watching.time, "sleep", events.append)
-    with pytest.raises(watching.WatchError, match="gone"):
-        watching.follow("host:1", 0.5, lambda table: events.append(table.title))
+    monkeypatch.setattr(watch_client, "fetch", fetch)
+    monkeypatch.setattr(watch_client.time, "sleep", events.append)
+    with pytest.raises(watch_client.WatchError, match="gone"):
+        watch_client.follow("host:1", 0.5, lambda table: events.append(table.title))
     assert events == ["host:1", "step 1", 0.5, "host:1", "step 2", 0.5, "host:1"]
     for every_s in (0, -1.0):
         with pytest.raises(ValueError, match=f"every_s: expected a positive .*, got {every_s}"):
-            watching.follow("host:1", every_s, print)
+            watch_client.follow("host:1", every_s, print)
