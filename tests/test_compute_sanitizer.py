@@ -270,16 +270,6 @@ counters.begin()
 counters.observe("x", x, torch.ones(37, dtype=torch.bool, device=D))
 assert counters.first_crossing.row == 3
 """,
-    "BlockFingerprints": """# _fingerprint_kernel
-from staleproof.evidence import BlockFingerprints
-# Blocks that fill no whole program, and two caches of other sizes.
-caches = [torch.randint(0, 9, (5, 1003), device=D, dtype=torch.int32), torch.randn(5, 2, 4096, device=D)]
-prints = BlockFingerprints(caches)
-prints.commit({0: "a", 4: "b"})
-caches[1][4, 1, 4095] += 1
-prints.read("reader", {0: "a", 4: "b"})
-assert [found.block for found in prints.check(wait=True)] == [4]
-""",
 }
 
 

@@ -3,8 +3,7 @@
 Canaries (:func:`plant`) show memory that a kernel did not write. :func:`judge_rows` and
 :func:`pad_invariance` show whether padding rows change live rows. :class:`RowCounters` find the first
 bad stage inside a CUDA graph. :class:`TenancyLog` names the last writer of a KV block,
-:class:`PublishedBlocks` the requests that hit a block which nobody wrote,
-:class:`BlockFingerprints` those that hit other bytes than were committed, and
+:class:`PublishedBlocks` the requests that hit a block which nobody wrote, and
 :class:`AllocationLedger` the owner of memory that was allocated after the memory profile.
 """
 
@@ -31,16 +30,13 @@ from staleproof.evidence.tenancy import Suspect, TenancyLog
 
 if TYPE_CHECKING:
     from staleproof.evidence.counters import Crossing, RowCounters
-    from staleproof.evidence.published_bytes import BlockFingerprints, OtherBytes
 
 __all__ = [
     "CLEAN",
     "FILLS",
     "AllocationLedger",
-    "BlockFingerprints",
     "Crossing",
     "Fill",
-    "OtherBytes",
     "PadInvariance",
     "PublishedBlocks",
     "RowCounters",
@@ -58,12 +54,7 @@ __all__ = [
 
 
 # Loaded on first use: without Triton the other detectors still import.
-_KERNELS = {
-    "Crossing": "counters",
-    "RowCounters": "counters",
-    "BlockFingerprints": "published_bytes",
-    "OtherBytes": "published_bytes",
-}
+_KERNELS = {"Crossing": "counters", "RowCounters": "counters"}
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""What is concluded from a whole vLLM's rounds, and what its fingerprints are told, without a GPU."""
+"""The verdict on a whole vLLM's rounds, without a GPU."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ import pytest
 import torch
 
 from staleproof.cases.case import MissingError
-from staleproof.incidents.published_unwritten import cases, offload, real, whole
-from staleproof.incidents.published_unwritten.scene import FOREIGN, UNWRITTEN, WRITTEN, Arrival, burst, serve
-from staleproof.vllm import hooks
+from staleproof.incidents.published_unwritten import cases, whole
+from staleproof.incidents.published_unwritten.scene import Arrival, burst
 
 ASKED = ("0.26.0", "on", "nan")
 
 
 def told(victim: int = 0, stranger: int = 0, of: int = 16, **part: Any) -> dict[str, Any]:
-    row = {"victim": {"nan": victim, "of": of}, "stranger": {"nan": stranger, "of": 8}, "hits": 0, "other": 0}
-    shared = {"us_a_step": 2.04, "prints_us_a_step": 1.0, "stepped_back": []}
+    row = {"victim": {"nan": victim, "of": of}, "stranger": {"nan": stranger, "of": 8}}
+    shared = {"us_a_step": 2.04, "stepped_back": []}
     return {"on, nan": {"rounds": {"7": row}, **shared, **part}, "failed": "it died"}
 
 
@@ -44,48 +43,11 @@ def test_a_patch_that_stepped_back_or_an_answer_cut_short_is_not_right():
     assert "{(15, 8)}" in cases._answers_wrong(ASKED, "cuda", told(of=15))
 
 
-@pytest.mark.parametrize(
-    ("nan", "secret", "hits", "other", "verdict"),
-    [
-        (16, 0, 0, 0, "differ"),
-        (16, 16, 3, 0, "differ"),
-        (16, 0, 3, 2, "the same"),
-        # All that was read is a chat's: it is no NaN.
-        (0, 16, 3, 2, "the same"),
-        (0, 0, 3, 2, "differ"),
-        (0, 16, 0, 0, "differ"),
-    ],
-)
-def test_both_detectors_must_agree_with_the_answers(nan, secret, hits, other, verdict):
-    given = told(victim=nan, stranger=8)
-    given["on, nan"]["rounds"]["7"] |= {"hits": hits, "other": other}
-    given["again, secret"] = {"rounds": {"7": {"victim": {"secret": secret}}}}
-    found = cases.detected(ASKED, "cuda", given)
-    assert (found.verdict, found.numbers["blocks_with_other_bytes"]) == (verdict, other)
-
-
 def test_what_the_engine_did_not_reach_is_not_run():
     with pytest.raises(MissingError, match="the engine ended before: it died"):
         cases.answers(("0.26.0", "again", "nan"), "cuda", told())
     assert cases._no_engine(ASKED, "cpu") == "needs a CUDA device"
     assert cases._no_engine(("0.0.1",), "cuda") == "vLLM 0.0.1 is not installed"
-
-
-def test_a_race_counts_where_the_step_was_late_and_a_price_where_bytes_are_alike(monkeypatch):
-    told = {"late": True, "fingerprint": ["block 1"]}
-    monkeypatch.setattr(cases.real, "package", lambda release: Path(release))
-    monkeypatch.setattr(cases.offload, "race", lambda folder, kind: (f"{folder} {kind}", told))
-    monkeypatch.setattr(cases, "reading", lambda word, **numbers: (word, numbers))
-    found = cases.offloaded(cases.Server("0.26.0"), "cuda", "store")
-    assert found == ("0.26.0 store", {"fingerprint": ["block 1"]})
-    told["late"] = False
-    with pytest.raises(MissingError, match="the step was over before the copy began"):
-        cases.offloaded(cases.Server("0.26.0"), "cuda", "store")
-    for alike, word in ((True, "the same"), (False, "differ")):
-        monkeypatch.setattr(
-            cases.offload, "price", lambda blocks, alike=alike: {"alike": alike, "mib": blocks}
-        )
-        assert cases.priced(8, "cuda") == (word, {"mib": 8})
 
 
 def test_rounds_are_foreseen_in_which_the_stranger_reads(monkeypatch):
@@ -217,80 +179,6 @@ def test_two_requests_of_one_prompt_come_in_the_same_step(engine):
     assert [step for _, step, *_ in engine.llm.asked] == [0, 0, 1, 1]
     assert engine.llm.resets == 2
     assert engine.runner.kv_caches[0].isnan().all()
-
-
-def test_a_look_waits_for_the_fingerprints_and_counts_hits_since_the_last():
-    prints = Space(check=lambda *, wait=False: [1, 2] if wait else [])
-    watch = Space(blocks=Space(hits=5))
-    watched = Space(prints=prints, watch=watch, _hits=0)
-    assert whole._Watched.look(watched) == {"hits": 5, "other": 2}
-    watch.blocks.hits = 7
-    assert whole._Watched.look(watched) == {"hits": 2, "other": 2}
-
-
-@pytest.mark.parametrize(
-    ("kind", "arrives", "word"),
-    [
-        ("store", True, WRITTEN),
-        ("store", False, UNWRITTEN),
-        ("load", True, WRITTEN),
-        ("load", False, FOREIGN),
-    ],
-)
-def test_a_copy_that_comes_too_late_leaves_what_was_there(device, monkeypatch, kind, arrives, word):
-    if device != "cpu":
-        pytest.skip("there the race itself is run")
-
-    class Pool:
-        def __init__(self) -> None:
-            self.cache = torch.full((8, 4096), offload.OLD, dtype=torch.int32, device=device)
-            self.host = torch.zeros(8, 4096, dtype=torch.int32)
-            self.worker = Space(_backend=Space(shutdown=lambda: None))
-
-        def copy(self, kind: str, block: int, slot: int) -> None:
-            if arrives and kind == "store":
-                self.host[slot] = self.cache[block].cpu()
-            elif arrives:
-                self.cache[block] = self.host[slot].to(device)
-
-    monkeypatch.setattr(offload, "executed", lambda *given: contextlib.nullcontext())
-    monkeypatch.setattr(offload, "_Pool", Pool)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Space(query=lambda: False))
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Space(cudaHostUnregister=lambda at: None))
-    to = torch.Tensor.to
-    monkeypatch.setattr(
-        torch.Tensor, "to", lambda self, at, **how: to(self, device if at == "cuda" else at, **how)
-    )
-    found, numbers = offload.race(Path("vllm"), kind)
-    assert (found, numbers["late"]) == (word, True)
-    assert bool(numbers["fingerprint"]) == (word != WRITTEN)
-
-
-@pytest.mark.parametrize(("seed", "bad"), [(25, True), (26, False)])
-def test_fingerprints_are_asked_of_what_each_step_writes_and_hits(device, seed, bad):
-    """The blocks that the first reader of an unwritten hash got, and no other."""
-    try:
-        real.package("0.26.0")
-    except MissingError as error:
-        pytest.skip(str(error))
-    engine = Space(runner=Space(kv_caches=[torch.zeros(whole.BLOCKS, 16, 2, device=device)]))
-    with cases.Server("0.26.0").loaded():
-        watched = whole._Watched(engine)
-        watched.wrap()
-        try:
-            reads = serve(real.Real(whole.BLOCKS, **cases.SERVER), burst(seed)[1]).reads
-        finally:
-            for owner in ("watch", "fingerprints"):
-                hooks.unwrap(owner)
-    assert bool(reads) == bad
-    found = watched.prints.check(wait=True)
-    assert {one.block for one in found} == {read.block for read in reads}
-    assert not any(one.committed for one in found)
-    assert watched.prints.reads > 100
-    assert watched.look()["hits"] == watched.watch.blocks.hits
-    assert watched.look()["hits"] == 0
 
 
 def test_plans_are_compared_where_nothing_was_unwritten(monkeypatch):

@@ -28,7 +28,7 @@ from staleproof.cases.case import (
 from staleproof.cases.finding import OFF_ON_OFF, Evidence, Grade, Key
 from staleproof.cases.run import Table
 from staleproof.cases.words import NOT_FIXED
-from staleproof.incidents.published_unwritten import offload, real, whole
+from staleproof.incidents.published_unwritten import real, whole
 from staleproof.incidents.published_unwritten.broken import NONE, REMEDIES, RESTART, Remedy
 from staleproof.incidents.published_unwritten.scene import (
     FOREIGN,
@@ -227,21 +227,7 @@ def _real(server: Server) -> Evidence:
 
 _servers = partial(each, words="hits", evidence=_real)
 
-# --- The offload worker, and a whole vLLM.
-
-
-def offloaded(server: Server, device: str, kind: str) -> Reading:
-    """A copy to the host or back while the previous step is still running."""
-    word, numbers = offload.race(real.package(server.release), kind)
-    if not numbers["late"]:
-        raise MissingError("the step was over before the copy began")
-    return reading(word, fingerprint=numbers["fingerprint"])
-
-
-def priced(blocks: int, device: str) -> Reading:
-    """The cost of fingerprints of a step's blocks, in a cache of a real model's size."""
-    numbers = offload.price(blocks)
-    return reading("the same" if numbers.pop("alike") else "differ", **numbers)
+# --- A whole vLLM.
 
 
 SEEDS = [*range(60)]
@@ -303,24 +289,6 @@ def _answers_wrong(asked: tuple[str, str, str], device: str, told: dict[str, Any
     return None
 
 
-def detected(asked: tuple[str, str, str], device: str, told: dict[str, Any]) -> Reading:
-    """Compare watch and fingerprints with the answers, round by round.
-
-    A slot with bytes of a chat of the same round has no NaN. The run with the secret shows such a slot.
-    """
-    part = _part(asked, told)
-    rows, secrets = part["rounds"], _part((asked[0], "again", "secret"), told)["rounds"]
-    bad = {seed for seed, row in rows.items() if row["victim"]["nan"] or secrets[seed]["victim"]["secret"]}
-    alike = sum((seed in bad) == bool(row["hits"]) == bool(row["other"]) for seed, row in rows.items())
-    return reading(
-        "the same" if alike == len(rows) else "differ",
-        rounds_alike=alike,
-        hits=sum(row["hits"] for row in rows.values()),
-        blocks_with_other_bytes=sum(row["other"] for row in rows.values()),
-        fingerprint_host_us_a_step=round(part["prints_us_a_step"], 1),
-    )
-
-
 def same_step(asked: tuple[str, ...], device: str, told: dict[str, Any]) -> Reading:
     """Two requests with the same prompt in one step; the second hits blocks that this step writes."""
     rows = told.get("same step", ())
@@ -343,11 +311,8 @@ def _whole_cases(release: str) -> Iterator[Case]:
         yield Fix(key, words, answers, on, off=off, again=again, wrong=_answers_wrong, **shared)
         fcfs = {name: (release, "FCFS", kind)}
         yield from each(f"whole vLLM, FCFS, {kind}", words, fcfs, answers, expect="its own", **shared)
-    one = {name: (release, "watched", "nan")}
+    one = {name: (release, "off", "nan")}
     yield from each("whole vLLM, same step", words, one, same_step, expect="its own", **shared)
-    yield from each(
-        "whole vLLM, detectors beside the answers", "same", one, detected, expect="the same", **shared
-    )
 
 
 def _small_fix(name: str, **fields: Any) -> Fix:
@@ -402,29 +367,6 @@ TABLE = Table(
         subjects=PLAIN | {f"vLLM {NEWEST}, restarted": Server(NEWEST, remedy=RESTART)},
         ask=failed_load,
         expect=lambda server: WRITTEN if server.remedy.restarts else UNWRITTEN,
-    ),
-    *(
-        each(
-            f"offload, {kind}",
-            "hits",
-            {name: PLAIN[name] for name in [*PLAIN][1:]},
-            partial(offloaded, kind=kind),
-            expect=expected,
-            needs=needs_cuda,
-            evidence=lambda server: Evidence(Grade.REAL, f"vLLM {server.release} SimpleCPUOffloadWorker"),
-        )
-        for kind, expected in {
-            "store": {"vLLM 0.22.1": UNWRITTEN, "vLLM 0.26.0": WRITTEN, "vLLM 0.33.0": WRITTEN},
-            "load": FOREIGN,
-        }.items()
-    ),
-    each(
-        "fingerprints of a step's blocks",
-        "same",
-        {f"{n} of 2 MiB": n for n in (1, 8, 64)},
-        priced,
-        expect="the same",
-        needs=needs_cuda,
     ),
     *(_whole_cases(release) for release in WHOLE),
 )

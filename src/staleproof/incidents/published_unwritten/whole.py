@@ -22,13 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from staleproof.cases.children import tell
-from staleproof.evidence.published_bytes import BlockFingerprints
-from staleproof.incidents.published_unwritten.real import rows
 from staleproof.incidents.published_unwritten.scene import Arrival, burst
 from staleproof.kernels import whole_vllm
-from staleproof.vllm import hooks, sources, standing, watch_published
-from staleproof.vllm.hooks import Target
-from staleproof.vllm.patches.published_unwritten import SCHEDULER
+from staleproof.vllm import sources, standing
 from staleproof.vllm.plugin import patches
 
 # All widths equal the size of the vocabulary, so that a value can be the one-hot vector of its token.
@@ -139,46 +135,8 @@ class _Engine:
         return {"hit_tokens": found["second"][2], "nan": sum(one[1] for one in found.values())}
 
 
-class _Watched:
-    """The watch stage, and fingerprints of blocks after the step that wrote them and at their first read."""
-
-    def __init__(self, engine: _Engine) -> None:
-        self.watch = watch_published.Published()
-        caches = [half for kv in engine.runner.kv_caches for half in (kv if len(kv) == 2 else [kv])]
-        self.prints = BlockFingerprints(caches)
-        self.host_s, self._hits = 0.0, 0
-        self._written: dict[int, Any] = {}
-
-    def scheduled(self, result: Any, args: Any, kwargs: Any) -> Any:
-        """Runs after ``Scheduler.schedule``, so its kernels come after those of the previous step."""
-        started, pool = time.perf_counter(), args[0].kv_cache_manager.block_pool.blocks
-        self.prints.commit(self._written)
-        self._written, hits = {}, {}
-        for row in rows(args[0], result):
-            keys = [(id, pool[id].block_hash) for id in row.blocks if pool[id].block_hash is not None]
-            first, end = row.start // 16, (row.start + row.more) // 16
-            self._written |= dict(keys[first:end])
-            hits[row.name] = keys[:first] if row.hits else []
-        for name, keys in hits.items():
-            # Skip blocks that this step writes: attention will read them written, but here they are not yet.
-            self.prints.read(name, {block: key for block, key in keys if block not in self._written})
-        self.host_s += time.perf_counter() - started
-        return result
-
-    def look(self) -> dict[str, int]:
-        """Numbers of unwritten hits and of blocks with other bytes since the last call."""
-        hits, self._hits = self.watch.blocks.hits - self._hits, self.watch.blocks.hits
-        return {"hits": hits, "other": len(self.prints.check(wait=True))}
-
-    def wrap(self) -> None:
-        """Install both, under two owners, because an owner can have only one hook per function."""
-        hooks.wrap("watch", *self.watch.targets())
-        target = Target(SCHEDULER, "Scheduler.schedule", ("self",), after=self.scheduled)
-        hooks.wrap("fingerprints", target)
-
-
 def ask(seeds: Sequence[int]) -> None:
-    """Start engines and report their answers: off, with the patch, off again; watched; FCFS.
+    """Start engines and report their answers: off, with the patch, off again; FCFS.
 
     Args:
         seeds: of :func:`~.scene.burst`, one a round.
@@ -186,29 +144,23 @@ def ask(seeds: Sequence[int]) -> None:
     os.environ.update(ENVIRONMENT)
     version = sources.installed()[0]
     told: dict[str, Any] = {}
-    for policy, states in {"priority": ("off", "on", "again", "watched"), "fcfs": ("FCFS",)}.items():
+    for policy, states in {"priority": ("off", "on", "again"), "fcfs": ("FCFS",)}.items():
         engine = _Engine(policy)
         if policy == "priority":
             told["same step"] = [engine.same_step(seed) for seed in range(8)]
         for state in states:
             on = patches()["unpublish"].applied(version) if state == "on" else contextlib.nullcontext()
-            watched = _Watched(engine) if state == "watched" else None
-            if watched:
-                watched.wrap()
             with on:
-                for kind in ("nan",) if watched else ("nan", "secret"):
+                for kind in ("nan", "secret"):
                     steps, started = engine.steps, time.perf_counter()
                     rows = {}
                     for seed in seeds:
-                        rows[str(seed)] = engine.round(kind, seed) | (watched.look() if watched else {})
+                        rows[str(seed)] = engine.round(kind, seed)
                     steps = engine.steps - steps
                     told[f"{state}, {kind}"] = {
                         "rounds": rows,
                         "us_a_step": 1e6 * (time.perf_counter() - started) / steps,
-                        "prints_us_a_step": 1e6 * watched.host_s / steps if watched else 0,
                         "stepped_back": [*standing.stepped_back],
                     }
-            for owner in ("watch", "fingerprints"):
-                hooks.unwrap(owner)
             tell(told)
         del engine
