@@ -11,7 +11,6 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,13 +25,7 @@ from staleproof.device import Machine, Provenance
 from staleproof.incidents.kv_reuse import attention
 from staleproof.incidents.moe_routing import fused_moe
 from staleproof.incidents.registry import INCIDENTS
-from staleproof.incidents.scale_padding import cases as scale_padding
-from staleproof.incidents.scale_padding import flashinfer_fp4
-from staleproof.incidents.scale_padding.scene import product_on
 from staleproof.kernels import mla
-from staleproof.ops.nvfp4 import quantize_nvfp4
-from staleproof.ops.nvfp4_layout import swizzle
-from staleproof.ops.reference import nvfp4 as reference
 from staleproof.report import charts, plots, show
 
 B200 = Machine(
@@ -232,7 +225,6 @@ def test_cubins_of_another_version_are_a_line(kernels, monkeypatch):
     for name in (*SM100_PEERS, "flashinfer_fa2"):
         assert found[name].unavailable_reason == why
     assert fused_moe.unavailable_reason("distinct", "cuda") == why
-    assert flashinfer_fp4.unavailable_reason(None, "cuda") == why
     assert attention._needs_flashinfer("fa2") == why
 
 
@@ -240,51 +232,3 @@ def test_what_is_not_available_on_a_b200_says_so_in_one_line(kernels):
     assert mla.peers()["flashinfer_fa3"].unavailable_reason == (
         "needs an SM90 GPU (H100, H200); this is sm_100"
     )
-
-
-class Fp4Kernels:
-    """In place of FlashInfer's compiled FP4 module; one code of its quantiser is another one than ours."""
-
-    def fp4_quantize(self, x, factor, packed, scales, vec, ue8m0, swizzled, as_8x4, inversed, pdl):
-        assert (vec, ue8m0, swizzled, as_8x4, inversed) == (16, False, True, False, False)
-        for out, ours in zip((packed, scales), quantize_nvfp4(x, factor), strict=True):
-            out.copy_(ours.view(torch.uint8).view_as(out))
-        packed[0, 0] ^= 1
-
-    def block_scale_interleave_sm100(self, linear, out):
-        out.copy_(swizzle(linear).flatten())
-
-    def e2m1_and_ufp8sf_scale_to_float_sm100(self, packed, scales, scale, out, vec, kind, swizzled, as_8x4):
-        assert (vec, kind, swizzled, as_8x4) == (16, 1, True, False)
-        rows = -(-len(packed) // 128) * 128
-        scales = scales.view(torch.float8_e4m3fn).view(rows, -1)
-        out.copy_(reference.dequantize_nvfp4(packed, scales, 1 / scale))
-
-
-@pytest.fixture
-def fp4(kernels, monkeypatch):
-    """FlashInfer's FP4 functions as on a B200, down to their compiled module."""
-    module = pytest.importorskip("flashinfer.quantization.fp4_quantization")
-    monkeypatch.setattr(module, "get_compute_capability", lambda device: (10, 0))
-    monkeypatch.setattr(module, "device_support_pdl", lambda device: True)
-    found = Fp4Kernels()
-    spec = SimpleNamespace(build_and_load=lambda: found)
-    monkeypatch.setattr(module, "gen_fp4_quantization_sm100_module", lambda: spec)
-    module.get_fp4_quantization_module.cache_clear()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(scale_padding, "product_on", lambda device, m: product_on("cpu", m))
-    yield found
-    module.get_fp4_quantization_module.cache_clear()
-
-
-def _asked_of_fp4():
-    ask = partial(scale_padding.public_kernel, device="cuda", build=lambda: None)
-    return {name: ask(kernel) for name, kernel in flashinfer_fp4.KERNELS.items()}
-
-
-@ON_THE_HOST
-def test_the_fp4_functions_are_entered_with_flashinfers_own_signatures(fp4):
-    told = {one.variant: one.predicted for one in predictions.read() if one.question == "public"}
-    said = {name: getattr(found, "verdict", found) for name, found in _asked_of_fp4().items()}
-    expected = {name: told.get(name, kernel.expected) for name, kernel in flashinfer_fp4.KERNELS.items()}
-    assert said == expected

@@ -1,4 +1,4 @@
-"""Which remedy cures which cause: every remedy is tried on every cause, over several contents of memory.
+"""What a remedy does to a cause, over several contents of memory.
 
 Four steps are served. A cell counts the outputs of healthy requests that differ from those of a
 model without the fault, once for each :data:`HISTORIES`.
@@ -19,7 +19,6 @@ from staleproof.incidents.scale_padding.remedies import (
     IN_TORCH,
     KERNELS,
     LIVE,
-    REMEDIES,
     SICK_STEP,
     History,
     Operations,
@@ -134,8 +133,8 @@ class Cell:
         return {**counts, **self._told(), "shown": shown, "of": len(self.counts)}
 
 
-def row_of(cause: str, device: str, remedies: Sequence[str] = REMEDIES) -> dict[str, Cell]:
-    """Every remedy on one cause; the cause without a remedy is served before and after.
+def row_of(cause: str, device: str, remedies: Sequence[str]) -> dict[str, Cell]:
+    """These remedies on one cause; the cause without a remedy is served before and after.
 
     On a CPU, where Triton's interpreter is slow, the kernels run only for the cause's own remedy and the
     first history. The other cells use the PyTorch references; tests check that both have the same bits.

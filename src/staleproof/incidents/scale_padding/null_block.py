@@ -115,39 +115,31 @@ def _repetition(rank: int, slot: int, content: float, device: str) -> tuple[tupl
     return written, bool(cache[0].isnan().any()), not torch.allclose(answer, right, rtol=1e-4, atol=1e-5)
 
 
-def run_rank(rank: int, meeting: str, backend: str) -> list[RankStep]:
+def run_rank(rank: int, meeting: str) -> list[RankStep]:
     """Run one rank of the group that meets at ``meeting``, an ``init_method`` of torch."""
     device = "cpu"
     if torch.cuda.is_available():
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     dist.init_process_group(
-        backend, init_method=meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
+        "gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
     )
     steps = _repetitions(rank, device)
     dist.destroy_process_group()
     return steps
 
 
-def unavailable_reason(backend: str) -> str | None:
-    """Why two ranks of this backend cannot run here, or ``None``."""
+def unavailable_reason(subject: object = None, device: str = "cpu") -> str | None:
+    """Why two ranks cannot run here, or ``None``."""
     if not dist.is_available():
         return "this torch has no torch.distributed"
-    if backend == "nccl":
-        if not dist.is_nccl_available() or not torch.cuda.is_available():
-            return "needs a CUDA device"
-        if torch.cuda.device_count() < RANKS:
-            return f"needs {RANKS} GPUs, this machine has {torch.cuda.device_count()}"
-    elif not dist.is_gloo_available():
-        return "this torch has no gloo"
-    return None
+    return None if dist.is_gloo_available() else "this torch has no gloo"
 
 
-def reproduce(backend: str = "gloo", device: str = "cpu", *, timeout_s: float = 60) -> Ranks:
-    """Run the two ranks as processes of their own.
+def reproduce(device: str = "cpu", *, timeout_s: float = 60) -> Ranks:
+    """Run the two ranks as processes of their own, over gloo.
 
     Args:
-        backend: ``gloo``, or ``nccl`` if there are two GPUs.
         device: ``cpu`` hides the GPUs from the ranks.
         timeout_s: after this many seconds the ranks are ended.
 
@@ -158,5 +150,5 @@ def reproduce(backend: str = "gloo", device: str = "cpu", *, timeout_s: float = 
         ChildError: a rank died or did not finish.
     """
     env = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    busy, idle = children.call_ranks(run_rank, RANKS, backend, timeout_s=timeout_s, env=env)
+    busy, idle = children.call_ranks(run_rank, RANKS, timeout_s=timeout_s, env=env)
     return busy, idle

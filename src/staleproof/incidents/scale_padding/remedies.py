@@ -1,4 +1,4 @@
-"""One small model with a place for every cause and every remedy; matrix.py tries each pair.
+"""One small model with a place for every cause and every remedy of the matrix.
 
 It has block allocation, a dummy batch, paged attention over two layers, the merge of two ranks' parts,
 quantisers, an NVFP4 product, routing and the experts' map. One fault at a time is switched on, and one remedy
@@ -51,21 +51,6 @@ CAUSES = {
     "block reuse": "zero_blocks_on_allocation",
     "cross-row reduction": "rows_kept_apart",
 }
-
-# Remedies that the issue threads tried; then those that three of the causes need.
-REMEDIES = (
-    "zero_init_per_layer",
-    "shared_buffer",
-    "post_kernel_clear",
-    "fused_sanitising",
-    "in_kernel_padding",
-    "zero_blocks_on_allocation",
-    "slot_minus_one",
-    "int32_ids",
-    "amax_of_live_rows",
-    "distinct_ids",
-    "rows_kept_apart",
-)
 
 
 @dataclass(frozen=True)
@@ -120,7 +105,7 @@ class Server:
 
     Attributes:
         cause: the fault; it also decides the setting: load test, idle rank, two ranks' parts ...
-        remedy: one of :data:`REMEDIES`, or ``None``.
+        remedy: one of a cause in :data:`CAUSES`, ``zero_init_per_layer``, or ``None``.
         device: where it runs.
         history: what memory contained before.
         run: the operations of the remedies.
@@ -196,10 +181,8 @@ class Server:
 
     def output(self, layer: int, step: int) -> torch.Tensor:
         """(rows, width): memory for one layer's attention output."""
-        if self.remedy in ("zero_init_per_layer", "shared_buffer"):
-            key = layer if self.remedy == "zero_init_per_layer" else 0
-            zeros = torch.zeros(ROWS, WIDTH, device=self.device)
-            return self.buffers.setdefault(key, zeros)
+        if self.remedy == "zero_init_per_layer":
+            return self.buffers.setdefault(layer, torch.zeros(ROWS, WIDTH, device=self.device))
         return self.fresh(step, ROWS, WIDTH)
 
     def attention(self, layer: int, step: int, x: torch.Tensor, seq_lens: list[int]) -> torch.Tensor:
