@@ -29,6 +29,11 @@ BESIDE_TORCH_2.15.0 := numba==0.65.0 "fastapi[standard]"
 # What the unit tests find of the incidents: the notebooks, executed afterwards, ask the same questions.
 FOUND := $(CURDIR)/workbook/_build/found
 
+# How long each part of `make test` takes, as measured on two quiet cores; printed when it begins.
+LINT_TIME := 1 minute
+UNIT_TIME := 10 minutes
+NBVAL_TIME := 2 minutes
+
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -37,31 +42,48 @@ MACHINE_TORCH := import sys, torch; \
   torch.version.cuda and print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")
 
 .DEFAULT_GOAL := help
-.PHONY: help workbook test types unit versions architectures sanitize public lab notebooks format clean
+.PHONY: help workbook test sources lint unit nbval random versions architectures sanitize public lab notebooks format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-workbook: $(READY) ## run every incident and notebook, print the verdicts, write the report
+workbook: $(READY) sources ## run every incident and notebook, print the verdicts, write the report
 	$(BYTECODE) $(BIN)/staleproof report --execute
 
-test: $(READY) ## lint, types, unit tests, and nbval over the notebooks
+test: $(READY) sources ## lint, types, unit tests, and nbval over the notebooks: all of them, whatever each one says
+	@rm -rf $(FOUND) && mkdir -p $(FOUND)
+	@STALEPROOF_TEST_FINDINGS=$(FOUND) $(BIN)/python .ci/parts.py \
+	  "lint and types" "$(LINT_TIME)" "$(MAKE) --no-print-directory lint" \
+	  "unit tests" "$(UNIT_TIME)" "$(MAKE) --no-print-directory unit" \
+	  "notebooks" "$(NBVAL_TIME)" "$(MAKE) --no-print-directory nbval"
+
+# Released sources of vLLM, which tests and notebooks read. Without a network one line says what is missing, the
+# tests that need it are skipped, and the questions that read it are not run.
+sources: $(READY) ## fetch vLLM's sources, unless they are there
+	@$(BIN)/python tests/vllm/environment.py || true
+
+lint: $(READY) ## lint and types alone
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	@rm -rf $(FOUND) && mkdir -p $(FOUND)
-	@STALEPROOF_TEST_FINDINGS=$(FOUND) $(MAKE) --no-print-directory -j2 types unit
-	STALEPROOF_SHARED_FINDINGS=$(FOUND) $(BYTECODE) $(THREADS) PYTHONPATH=tests/notebooks$${PYTHONPATH:+:$$PYTHONPATH} \
-	  $(BIN)/python -m pytest -q -p no:cacheprovider -p forked_kernels --nbval --nbval-current-env \
-	  --nbval-cell-timeout 300 --nbval-sanitize-with notebooks/sanitize.cfg \
-	  -n $(if $(filter 1,$(JOBS)),1,2) --dist loadscope notebooks/
-
-# Beside the unit tests: it keeps one core busy, and the other would wait.
-types: $(READY) ## the types alone
 	$(BIN)/python -m mypy
 
 # Without nbval, whose import loads jsonschema before tests/conftest.py can spare each process the parser.
 unit: $(READY) ## the unit tests alone
 	$(BYTECODE) $(THREADS) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -p no:nbval
+
+# Not in each run: two runs of the same commit do the same.
+random: $(READY) sources ## the unit tests in three random orders
+	@for seed in 1 2 3; do \
+	  $(BYTECODE) $(THREADS) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -p no:nbval \
+	    -p randomly --randomly-seed=$$seed || failed=1; \
+	done; [ -z "$$failed" ]
+
+nbval: $(READY) ## the notebooks alone: each cell again, its output compared
+	@mkdir -p $(FOUND)
+	STALEPROOF_SHARED_FINDINGS=$(FOUND) $(BYTECODE) $(THREADS) PYTHONPATH=tests/notebooks$${PYTHONPATH:+:$$PYTHONPATH} \
+	  $(BIN)/python -m pytest -q -p no:cacheprovider -p forked_kernels --nbval --nbval-current-env \
+	  --nbval-cell-timeout 300 --nbval-sanitize-with notebooks/sanitize.cfg \
+	  -n $(if $(filter 1,$(JOBS)),1,2) --dist loadscope notebooks/
 
 versions: ## pip install beside vLLM's pins, and the CPU tests, on the oldest and newest torch (5 GB, minutes)
 	@echo "fresh environments in .venv-versions/ for torch $(VERSIONS): 5 GB of wheels, 15 GB of disk"

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import environment
 import pytest
 import torch
 
@@ -140,6 +141,7 @@ def _miniature(monkeypatch):
 
 
 def _released(how, monkeypatch):
+    environment.sources("0.33.0")
     off = published.Server("0.33.0")
     return published, "hits", off, replace(off, **how), published.sizes, published._sizes_wrong
 
@@ -224,4 +226,5 @@ def test_a_remedy_for_the_scene_alone_is_not_fixed(name, monkeypatch, device):
     if device == "cuda" and ask is buffers.server:
         pytest.skip("a server on a GPU is a process of its own, which knows no setup of a test")
     (found,) = Table(incident.TABLE.incident, case).run(device)
+    assert found.ran, found.note
     assert found.outcome is Outcome.BAD, found.three.text

@@ -134,11 +134,9 @@ def vllm_fixture(monkeypatch):
     vllm_kernels.vllm_triton_mla_module.cache_clear()
 
 
-@pytest.mark.parametrize("release", ["0.17.1", "0.18.1", "0.20.2", "0.22.1", "0.33.0"])
+@pytest.mark.parametrize("release", ["0.17.1", "0.18.1", "0.20.0", "0.22.1", "0.33.0"])
 def test_vllms_triton_mla_leaves_nan_in_an_empty_row(vllm, device, release):
-    root = environment.cache() / release / "vllm"
-    if not root.exists():
-        pytest.skip(f"vLLM {release} was not fetched")
+    root = environment.sources(release) / "vllm"
     vllm(root)
     # The interpreter's dot multiplies the bit patterns of bf16 operands.
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -199,11 +197,9 @@ def test_a_peer_is_named_after_its_release_and_without_one_after_its_package(mon
 TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
 
 
-@pytest.mark.parametrize("version", ["0.20.2", "0.25.1"])
+@pytest.mark.parametrize("version", ["0.20.0", "0.26.0"])
 def test_splits_are_those_that_vllm_chooses(version):
-    root = environment.cache() / version / "vllm"
-    if not root.exists():
-        pytest.skip(f"vLLM {version} was not fetched")
+    root = environment.sources(version) / "vllm"
     chosen = []
     with executed(root, TRITON_MLA):
         module = importlib.import_module(TRITON_MLA)

@@ -89,8 +89,9 @@ def test_a_release_is_the_installed_one_only_if_that_is_of_this_version(tmp_path
     assert vllm_sources.package("0.22.1") == tmp_path / "0.22.1/vllm"
 
 
-@pytest.mark.parametrize("folder", sorted(environment.cache().glob("0.*")), ids=lambda folder: folder.name)
-def test_every_release_that_was_fetched_loads(folder):
+@pytest.mark.parametrize("version", environment.also(*environment.READ))
+def test_the_files_of_every_release_load(version):
+    folder = environment.sources(version)
     assert [module.__name__ for module in load(folder / "vllm", *FILES)] == [*FILES]
 
 

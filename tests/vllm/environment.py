@@ -4,7 +4,10 @@ vLLM's source distribution is pure Python as it stands: unpacked, with its metad
 importable. Its dependencies go into a folder of their own with pinned versions; torch, Triton and
 numpy are this environment's. Nothing is installed into this environment.
 
-    python tests/vllm/environment.py [VERSION ...]     fetch now what the tests would fetch
+    python tests/vllm/environment.py [VERSION ...]     fetch now what tests and notebooks read
+
+:func:`sources` fetches a release that is not there, or skips the test that asks for it: no test needs
+another one to have fetched it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -21,17 +25,24 @@ import tarfile
 import tempfile
 import unittest
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
 # Reading the metadata of a vLLM source distribution runs its setup.py, which imports these.
 TOOLS = ("setuptools>=77,<81", "setuptools_scm", "wheel", "packaging", "setuptools_rust")
-# Those whose checks are recorded in workbook/patches.json, and those of them that the tests run.
+# Whose checks are recorded in workbook/patches.json.
 RECORDED = ("0.17.1", "0.18.1", "0.19.1", "0.20.2", "0.22.1", "0.25.1", "0.26.0", "0.32.0", "0.33.0")
+# Those of them that the tests import whole, and all of which tests and notebooks read single files.
 TESTED = ("0.17.1", "0.19.1", "0.22.1", "0.26.0", "0.33.0")
+READ = ("0.17.1", "0.18.1", "0.19.1", "0.20.0", "0.22.1", "0.26.0", "0.33.0")
 # Further releases for the tests, e.g. STALEPROOF_VLLM=0.20.2,0.32.0: one of your choice at each change.
+# STALEPROOF_VLLM=all are all of the table, before a patch's probe or range is changed: 4 GB.
 FURTHER = tuple(filter(None, os.environ.get("STALEPROOF_VLLM", "").split(",")))
+if FURTHER == ("all",):
+    TABLE = HERE.parents[1] / "src/staleproof/vllm/versions.json"
+    FURTHER = tuple(json.loads(TABLE.read_text("utf-8"))["releases"])
 # Of 250 MB a release: the package, and what the probes and their tests read.
 KEPT = re.compile(
     r"[^/]+/(vllm/.*|PKG-INFO|requirements/cuda\.txt|csrc/(libtorch_stable/)?"
@@ -57,13 +68,20 @@ def cache() -> Path:
     return Path(os.environ.get("STALEPROOF_VLLM_CACHE", default))
 
 
+# Why the first download of this process failed: no other is waited for.
+_failed: list[str] = []
+
+
 def _pip(*arguments: str, **environment: str) -> None:
+    if _failed:
+        raise UnavailableError(_failed[0])
     command = [sys.executable, "-m", "pip", *arguments, "-q", "--retries", "1", "--timeout", "30"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        said = (errors or done.stderr.splitlines() or ["pip failed"])[-1]
-        raise UnavailableError(f"vLLM cannot be fetched: {said}")
+        reason = (errors or done.stderr.splitlines() or ["pip failed"])[-1]
+        _failed.append(f"vLLM cannot be fetched: {reason}")
+        raise UnavailableError(_failed[0])
 
 
 @contextlib.contextmanager
@@ -199,7 +217,26 @@ def shared_variables() -> dict[str, str]:
     }
 
 
+def fetch(releases: Sequence[str]) -> str | None:
+    """Fetch these releases and what they import, two at a time, unless they are there.
+
+    Returns:
+        What is still not there, and why, in one line; ``None`` if everything is.
+    """
+    missing = [release for release in releases if not is_whole(release)]
+    if missing:
+        # Measured on two cores: 8 s and 56 MB a release, and once 40 s and 310 MB.
+        print(f"fetching vLLM {', '.join(missing)} into {cache()}, once: a minute or two", flush=True)
+    with ThreadPoolExecutor(2) as pool:
+        started = {name: pool.submit(sources, name) for name in missing}
+        started["what vLLM imports"] = pool.submit(packages)
+    failed = {name: one.exception() for name, one in started.items() if one.exception()}
+    for error in failed.values():
+        if not isinstance(error, UnavailableError):
+            raise error
+    return f"without {', '.join(failed)}: {next(iter(failed.values()))}" if failed else None
+
+
 if __name__ == "__main__":
-    for release in sys.argv[1:] or also(*TESTED):
-        print(release, sources(release))
-    print(packages())
+    if absent := fetch(sys.argv[1:] or also(*READ)):
+        sys.exit(f"{absent}; what needs it is skipped")

@@ -7,7 +7,6 @@ fetched is skipped, and counted as skipped.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import environment
@@ -21,18 +20,6 @@ from tools import before_after
 from tools import vllm_table as tables
 
 pytestmark = pytest.mark.slow
-_unavailable: list[str] = []
-
-
-def _fetched(version: str) -> Path:
-    """The sources of one release; after one that could not be fetched, no other is waited for."""
-    if _unavailable and not environment.is_whole(version):
-        pytest.skip(_unavailable[0])
-    try:
-        return environment.sources(version)
-    except environment.UnavailableError as error:
-        _unavailable.append(str(error))
-        raise
 
 
 def _expected_states(version: str) -> dict[str, str]:
@@ -49,7 +36,6 @@ def _expected_states(version: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("version", environment.also(*environment.TESTED))
 def test_every_incident_of_this_vllm_is_gone(version):
-    _fetched(version)
     seen = before_after.run(version)
     states = _expected_states(version)
     assert seen["version"] == version
@@ -171,9 +157,9 @@ def _manners(seen: dict[str, Any], patched: set[str]) -> None:
     assert all("planted" in line and "vLLM's own code runs" in line for line in contained["lines"])
 
 
-@pytest.mark.parametrize("version", releases.table())
+@pytest.mark.parametrize("version", environment.also(*environment.READ))
 def test_the_table_says_what_the_sources_say(version, monkeypatch):
-    sources = tables.sources_of(_fetched(version))
+    sources = tables.sources_of(environment.sources(version))
     parsed, whole = [], sources_module._functions
     monkeypatch.setattr(sources_module, "_functions", lambda *a: parsed.append(a[0]) or whole(*a))
     found = tables.probed(sources)
@@ -204,4 +190,4 @@ def test_the_table_says_what_the_sources_say(version, monkeypatch):
 
 
 def test_the_table_has_every_release_that_is_tested():
-    assert set(environment.TESTED) <= {*releases.table()}
+    assert {*environment.READ, *environment.TESTED} <= {*releases.table()}

@@ -6,20 +6,15 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
+import environment
 import torch
 
-from staleproof.cases.case import MissingError
 from staleproof.incidents.decode_buffer import released
 from staleproof.incidents.decode_buffer.released import Released, profiled
-from staleproof.kernels.vllm_sources import package
 
 
 def folder(version: str) -> Path:
-    try:
-        return package(version)
-    except MissingError as error:
-        pytest.skip(str(error))
+    return environment.sources(version) / "vllm"
 
 
 def test_nothing_stays_behind():

@@ -1,7 +1,4 @@
-"""vLLM's own scheduler, executed from its source files: the fault, the patch and the watch.
-
-Releases that are not in the cache of ``tests/vllm/environment.py`` are skipped.
-"""
+"""vLLM's own scheduler, executed from its source files: the fault, the patch and the watch."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace as Space
 from typing import Any
 
+import environment
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from staleproof.cases.case import MissingError
 from staleproof.incidents.published_unwritten import real
 from staleproof.incidents.published_unwritten.broken import NONE, RESTART
 from staleproof.incidents.published_unwritten.cases import SERVER, TABLE, Server, watching
@@ -34,15 +31,12 @@ PATCH = patches()["unpublish"]
 
 @contextlib.contextmanager
 def loaded(version: str, *, patched: bool = False) -> Iterator[None]:
-    try:
-        real.package(version)
-    except MissingError as error:
-        pytest.skip(str(error))
+    environment.sources(version)
     with Server(version, patched=patched).loaded():
         yield
 
 
-@pytest.mark.parametrize("version", table())
+@pytest.mark.parametrize("version", environment.also(*environment.READ))
 def test_every_release_has_the_fault_and_loses_it_with_the_patch(version):
     """One of the 64 sizes: a pool that the victim's chunk fills to the last block."""
     assert table()[version]["unpublish"]["needed"]
