@@ -1,0 +1,131 @@
+"""What runs in the child process: a started ``vllm.LLM``, a load served step by step, patches off and on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from staleproof.incidents.published_unwritten.scene import Arrival
+from staleproof.vllm import live, standing
+
+
+class Answer(NamedTuple):
+    """What a request got.
+
+    Attributes:
+        text: of its tokens; empty without a tokenizer.
+        tokens: that it generated.
+        cached: tokens of its prompt that came from the prefix cache.
+        nan: tokens whose log-probability is NaN, if log-probabilities were asked for.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    cached: int
+    nan: int
+
+
+class Engine:
+    """A vLLM in this process, whose engine core runs here too, so that a spy can reach it.
+
+    Args:
+        model: folder of a model; or its ``config.json``, and then the weights are vLLM's dummies.
+        options: of ``vllm.LLM``.
+    """
+
+    def __init__(self, model: Path | Mapping[str, Any], **options: Any) -> None:
+        from vllm import LLM
+
+        fixed: dict[str, Any] = {"seed": 0, "enforce_eager": True, "async_scheduling": False}
+        with tempfile.TemporaryDirectory() as folder:
+            if isinstance(model, Mapping):
+                Path(folder, "config.json").write_text(json.dumps(model), encoding="utf-8")
+                fixed |= {"skip_tokenizer_init": True, "load_format": "dummy"}
+                model = Path(folder)
+            self.llm = LLM(model=str(model), **fixed | options)
+        self.dummy = "load_format" in fixed
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        worker = self.core.model_executor.driver_worker
+        self.runner = getattr(worker, "worker", worker).model_runner
+        self._loads = 0
+
+    def tokens(self, text: str) -> list[int]:
+        """Tokens of a text, without special ones around it."""
+        found: list[int] = self.llm.get_tokenizer().encode(text, add_special_tokens=False)
+        return found
+
+    def serve(self, load: Sequence[Arrival], *, ends: bool = True) -> dict[str, Answer]:
+        """Serve a load to its end.
+
+        Args:
+            load: requests with their priority, and the step before which each arrives.
+            ends: whether an answer may end before its full length.
+
+        Returns:
+            Name of a request -> its answer.
+        """
+        from vllm import SamplingParams
+
+        self._loads += 1
+        served, left, step = self.llm.llm_engine, [*load], 0
+        answers: dict[str, Answer] = {}
+        while left or served.has_unfinished_requests():
+            for one in [*left]:
+                if step >= one.at and (not one.after or one.after in answers):
+                    left.remove(one)
+                    sampling = SamplingParams(
+                        temperature=0, max_tokens=one.reply, ignore_eos=not ends, detokenize=not self.dummy,
+                        logprobs=0 if self.dummy else None,
+                    )  # fmt: skip
+                    # A name may come again in a later load.
+                    prompt = {"prompt_token_ids": [*one.prompt]}
+                    served.add_request(f"{one.name}-{self._loads}", prompt, sampling, priority=one.priority)
+            for done in served.step():
+                if done.finished:
+                    (out,) = done.outputs
+                    bad = [p for token in out.logprobs or () for p in token.values() if math.isnan(p.logprob)]
+                    name = done.request_id.rpartition("-")[0]
+                    cached = done.num_cached_tokens or 0
+                    answers[name] = Answer(out.text, tuple(out.token_ids), cached, len(bad))
+            step += 1
+        return answers
+
+    def empty(self, fill: float | None = None) -> None:
+        """Drop the prefix cache; with ``fill``, overwrite all KV and state with it."""
+        self.llm.reset_prefix_cache()
+        if fill is not None:
+            for cache in self.caches():
+                cache.fill_(fill)
+
+    def caches(self) -> list[Any]:
+        """The tensors of the KV cache and of recurrent states."""
+        kept = self.runner.kv_caches
+        return [x for cache in kept for x in (cache if isinstance(cache, (list, tuple)) else [cache])]
+
+
+def counters() -> dict[str, int]:
+    """What the plugin counts on the host, e.g. ``unwritten_hits`` of the watch."""
+    return {name: read() for name, read in standing.counters.items()}
+
+
+def switch(off: Sequence[str]) -> None:
+    """Switch these patches off and all others on, as an operator does: by the plugin's switch file."""
+    file = Path(os.environ[live.SWITCH])
+    if off:
+        file.write_text(" ".join(off), encoding="utf-8")
+    else:
+        file.unlink(missing_ok=True)
+    # What the plugin's thread does each second.
+    live.tick()
+
+
+def states_of(*patches: str) -> dict[str, str]:
+    """Patch -> its state, as the plugin reports it for this server."""
+    found = live.health()["patches"]
+    return {name: found.get(name, ("not loaded", ""))[0] for name in patches}

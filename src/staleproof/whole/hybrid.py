@@ -1,0 +1,117 @@
+"""Incident 4 in a whole vLLM on a CPU: blocks that were recurrent state, read behind a request's end.
+
+A hybrid model (Qwen3-Next's shape, random weights) keeps recurrent state of fp32 and keys and values of bf16
+in blocks of one pool. Read as bf16, old state holds NaN. The CPU kernel gives keys behind a request's end the
+weight 0, and 0 times a NaN value is NaN: each element of the output. vLLM therefore zeroes new blocks, except
+on a CPU in 0.19.0 to 0.24.0 (#46347), where the body of ``_zero_block_ids`` is ``pass``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from staleproof.cases.children import tell
+from staleproof.incidents.published_unwritten.scene import Arrival
+from staleproof.whole.spy import before, contents
+
+LAYERS = ["linear_attention"] * 3 + ["full_attention"]
+QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "dtype": "bfloat16",
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": len(LAYERS),
+    "layer_types": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "rope_type": "default"},
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    # vLLM's Qwen3-Next needs one layer of experts.
+    "mlp_only_layers": [0, 1, 2], "decoder_sparse_step": 1, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "norm_topk_prob": True,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "num_gpu_blocks_override": 24,
+    "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "enable_prefix_caching": False,
+}  # fmt: skip
+RELEASED = "released"
+
+
+def ask(states: Sequence[str], requests: int) -> None:
+    """In the child: serve the same requests in each state, and tell whose answer has a NaN, or is wrong.
+
+    Args:
+        states: ``off``: new blocks are not zeroed; ``on``: they are, as 0.25.0 to 0.33.0 do;
+            ``released``: whatever this release does.
+        requests: how many.
+    """
+    import torch
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    from staleproof.whole.engine import Engine
+
+    engine = Engine(QWEN3_NEXT, **OPTIONS)
+    _draw(engine.runner.model)
+    draw = torch.Generator().manual_seed(1)
+    load = [
+        Arrival(f"r{i}", torch.randint(2, 2047, (20 + i * 37 % 300,), generator=draw).tolist(), 4 + i % 13)
+        for i in range(requests)
+    ]
+    right: dict[str, Any] = {}
+    for one in load:
+        engine.empty(fill=0.0)
+        right |= engine.serve([one], ends=False)
+    caches = attention(engine.runner)
+    told: dict[str, Any] = {"blocks": OPTIONS["num_gpu_blocks_override"], "nan alone": _nan(right)}
+    for number, state in enumerate(states):
+        found: list[Any] = []
+
+        def look(
+            runner: Any, blocks: Sequence[int], found: list[Any] = found, on: bool = state == "on"
+        ) -> None:
+            given = [cache[block] for block in blocks for cache in caches]
+            found += map(contents, given)
+            for block in given if on else ():
+                block.zero_()
+
+        engine.empty(fill=0.0)
+        runs = state == RELEASED
+        with before(CPUModelRunner, "_zero_block_ids", look, runs=runs):
+            served = engine.serve(load, ends=False)
+        told[f"{number} {state}"] = {
+            "nan": _nan(served),
+            "other": [name for name, one in served.items() if one.tokens != right[name].tokens],
+            "blocks given": len(found),
+            "stale": sum(one.nonzero > 0 for one in found),
+            "with NaN": sum(one.nan > 0 for one in found),
+        }
+        tell(told)
+
+
+def attention(runner: Any) -> list[Any]:
+    """The caches of attention layers, each once; the first axis counts blocks."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    layers = runner.compilation_config.static_forward_context
+    names = [
+        name
+        for group in runner.kv_cache_config.kv_cache_groups
+        if isinstance(group.kv_cache_spec, FullAttentionSpec)
+        for name in group.layer_names
+    ]
+    caches = {layers[name].kv_cache.data_ptr(): layers[name].kv_cache for name in names}
+    return [*caches.values()]
+
+
+def _draw(model: Any) -> None:
+    """Draw weights at the scale of their input: with vLLM's dummies of 0.001 every answer is alike."""
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() >= 2 and weight.is_floating_point() and "conv1d" not in name:
+                weight.copy_((torch.randn(weight.shape) / weight.shape[-1] ** 0.5).to(weight.dtype))
+
+
+def _nan(answers: Any) -> list[str]:
+    return [name for name, one in answers.items() if one.nan]

