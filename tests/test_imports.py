@@ -33,7 +33,9 @@ ALLOWED = {
     "cases": {"cases", *SERVER},
     "kernels": {"kernels", "cases", *SERVER},
     "contract": {"contract", "audit", "kernels", "cases", *SERVER},
-    "incidents": {"kernels", "cases", *SERVER},  # and their own folder, see _may_import
+    # A whole vLLM in a child process; an incident says what it serves and what comes out.
+    "whole": {"whole", "cases", *SERVER},
+    "incidents": {"whole", "kernels", "cases", *SERVER},  # and their own folder, see _may_import
     "report": {"report", "cases", "kernels", "incidents", "contract", "triage", *SERVER, ""},
     "cli": {"cli", "report", "cases", "kernels", "incidents", "contract", "triage", *SERVER, ""},
 }

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from staleproof.incidents.published_unwritten.scene import Arrival
 from staleproof.vllm import live, standing
+from staleproof.whole.load import Arrival
 
 
 class Answer(NamedTuple):

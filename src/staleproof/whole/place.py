@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import staleproof
 from staleproof.cases import children
 from staleproof.vllm.sources import numbers
 
 # The folder with pyproject.toml, if staleproof is installed in editable mode.
-ROOT = Path(staleproof.__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Names the Python of an environment with a vLLM; without it, .venv-whole of the checkout.
 VARIABLE = "STALEPROOF_WHOLE"
 FOLDER = ".venv-whole"
@@ -135,7 +134,7 @@ def call(
     if reason := unavailable_reason(cpu=False):
         raise WholeError(reason)
     interpreter = python()
-    source = str(Path(staleproof.__file__).parents[1])
+    source = str(Path(__file__).parents[2])
     env = {**SET, "PYTHONPATH": source, **(env or {})}
     unset = [word for name in UNSET for word in ("-u", name)]
     command = ["env", *unset, str(interpreter), "-m", "staleproof.cases.children"]

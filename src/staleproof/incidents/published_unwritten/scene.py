@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from staleproof.check import require
 from staleproof.incidents.published_unwritten.broken import NONE, Remedy
+from staleproof.whole.load import Arrival
 
 ZEROS, NOBODY = "zeros", "nobody"
 WRITTEN, FOREIGN, UNWRITTEN = "written", "a stranger's", "unwritten"
@@ -149,27 +150,6 @@ class Memory:
         """``written``; ``a stranger's`` if a hit contains another request's bytes; else ``unwritten``."""
         foreign = any(read.whose not in (read.reader, ZEROS, NOBODY) for read in self.reads)
         return FOREIGN if foreign else UNWRITTEN if self.reads else WRITTEN
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request of a load.
-
-    Attributes:
-        name: unique in the load.
-        prompt: its tokens.
-        reply: tokens that it generates.
-        priority: 0 is the highest.
-        at: the step before which it arrives.
-        after: it arrives once this request has ended, if one is named.
-    """
-
-    name: str
-    prompt: Sequence[int]
-    reply: int
-    priority: int = 0
-    at: int = 0
-    after: str = ""
 
 
 def serve(engine: Any, load: Sequence[Arrival], limit: int = 5000) -> Memory:

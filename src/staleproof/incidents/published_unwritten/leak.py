@@ -18,10 +18,11 @@ from typing import Any
 
 from staleproof.cases.children import tell
 from staleproof.incidents.published_unwritten.real import rows
-from staleproof.incidents.published_unwritten.scene import Arrival, Memory
+from staleproof.incidents.published_unwritten.scene import Memory
 from staleproof.vllm import hooks
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patches.published_unwritten import SCHEDULER
+from staleproof.whole.load import Arrival
 
 CODE = "7391"
 RULES = (

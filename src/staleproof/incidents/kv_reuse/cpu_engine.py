@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from staleproof.cases.children import tell
-from staleproof.incidents.published_unwritten.scene import Arrival
+from staleproof.whole.load import Arrival
 from staleproof.whole.spy import before, contents
 
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]
