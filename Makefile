@@ -111,8 +111,9 @@ sanitize: $(READY) ## every kernel under compute-sanitizer and Triton's ConSan, 
 public: $(READY) ## the tests of the operations without names that torch and Triton do not promise
 	STALEPROOF_PUBLIC_NAMES=1 $(BIN)/python -m pytest -q -n $(JOBS) -p no:nbval tests/ops
 
-lab: $(READY) ## open JupyterLab on the notebooks
-	$(BIN)/staleproof lab
+# It refuses to run as root. In a container: make lab LAB="--allow-root --ip 0.0.0.0"
+lab: $(READY) ## open JupyterLab on the notebooks; LAB= has its options
+	$(BIN)/python -m jupyterlab --LabApp.default_url=/lab/tree/notebooks/00_orientation.ipynb $(LAB)
 
 notebooks: $(READY) ## execute the notebooks and store their outputs, in canonical form
 	cd notebooks && ../$(BIN)/python -m nbconvert --to notebook --inplace --execute *.ipynb

@@ -5,6 +5,7 @@ Run: ``python benchmarks/clear_empty_rows.py`` on a machine with a CUDA device.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -70,4 +71,4 @@ def rows() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    measure.print_rows(rows(), baseline="staleproof")
+    sys.exit(measure.main(rows, baseline="staleproof"))

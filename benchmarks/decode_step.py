@@ -12,6 +12,7 @@ Run: ``python benchmarks/decode_step.py`` on a machine with a CUDA device.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,4 +112,4 @@ def rows() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    measure.print_rows(rows(), baseline="without")
+    sys.exit(measure.main(rows, baseline="without"))

@@ -121,4 +121,4 @@ def rows() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    measure.print_rows(rows(), baseline="staleproof")
+    sys.exit(measure.main(rows, baseline="staleproof"))

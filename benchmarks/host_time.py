@@ -13,6 +13,7 @@ without them those calls are left out.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -181,4 +182,4 @@ def rows() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    measure.print_rows(rows(), baseline=BARE)
+    sys.exit(measure.main(rows, baseline=BARE))

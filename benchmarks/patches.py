@@ -22,6 +22,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -496,4 +497,4 @@ def rows() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    measure.print_rows(rows(), baseline="without")
+    sys.exit(measure.main(rows, baseline="without"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -147,4 +148,4 @@ def rows() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    measure.print_rows(rows(), baseline="staleproof, all rows")
+    sys.exit(measure.main(rows, baseline="staleproof, all rows"))

@@ -6,6 +6,7 @@ has no body below SM100 and is not run here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -104,4 +105,4 @@ def rows() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    measure.print_rows(rows(), baseline="staleproof")
+    sys.exit(measure.main(rows, baseline="staleproof"))

@@ -345,4 +345,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--nan"]:
         print(json.dumps([row for case in Peers().with_nan() for row in case.rows()]))
     else:
-        measure.print_rows(rows(), baseline="staleproof")
+        sys.exit(measure.main(rows, baseline="staleproof"))

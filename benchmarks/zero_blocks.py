@@ -12,6 +12,7 @@ import functools
 import itertools
 import random
 import runpy
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -285,4 +286,4 @@ def rows() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    measure.print_rows(rows(), baseline="staleproof")
+    sys.exit(measure.main(rows, baseline="staleproof"))

@@ -393,7 +393,7 @@ def section(run: Run) -> str:
     """The tables of ``workbook/figures.md``."""
     rows = run.measurements
     head = (
-        f"{about(run)}; all of it in `runs/{MACHINE}/`, and `staleproof bench` measures yours. "
+        f"{about(run)}; all of it in `runs/{MACHINE}/`, and `python benchmarks/NAME.py` measures yours. "
         "`staleproof list` says whether the source has changed since. " + run.environment.get("remark", "")
     ).strip()
     rule = (

@@ -45,7 +45,7 @@ BARE = FULL | {
 }  # fmt: skip
 LACKS = [
     TRITON_MISSING,
-    "no CUDA GPU: values only, no timing is printed; bench is refused",
+    "no CUDA GPU: values only, no timing is printed",
     "no CUDA GPU: a captured step is a recorded list of launches over the same static tensors",
     "not found: no inline CUDA is compiled",
     "no CUDA GPU: skipped",

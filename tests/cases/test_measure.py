@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace as Space
 
 import pytest
+from tests.made import measurement
 
 from staleproof.cases import measure
 from staleproof.cases.digest import file_digest
@@ -320,3 +321,18 @@ def test_host_times_are_a_call(monkeypatch):
     assert measure.host_times({"ours": lambda: took.pop(0)}, rounds=4, each=3)["ours"] == measure.Times(
         2, 2, 2
     )
+
+
+def test_benchmark_script_without_a_gpu_or_with_a_wrong_result_ends_in_one_line(capsys):
+    def without_gpu():
+        raise DeviceError("timings need a CUDA GPU")
+
+    def wrong():
+        raise measure.WrongResult("ours: row 3 is stale")
+
+    for rows, code, line in ((without_gpu, 2, "timings need a CUDA GPU"), (wrong, 1, "ours: row 3 is stale")):
+        assert measure.main(rows, baseline="staleproof") == code
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == ("", f"{line}\n")
+    assert measure.main(lambda: [measurement()], baseline="staleproof") == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["graph", "live", "1", "staleproof"]

@@ -65,7 +65,6 @@ from staleproof.vllm import sources
             "url: expected HOST:PORT of a server with STALEPROOF_WATCH=1, got 'localhost:1'",
         ),
         (["compare", "one", "two", "--predictions"], "second: give a second run or --predictions, not both"),
-        (["bench", "nope"], "kernel: unknown kernel 'nope'"),
         (["patches", "--version", "9.9"], "--version: vLLM 9.9 is not a release we know (nearest: 0.33.0)"),
         (["patches", "--version", "main"], "--version: vLLM main is not a version"),
         (["patches", "--explain", "nope"], "--explain: unknown patch 'nope'; known: mla_padding"),
@@ -121,13 +120,11 @@ def test_an_argument_that_nobody_gave_is_not_named(root, incident, capsys):
     assert re.match(r"staleproof: /.*/findings\.jsonl: cannot be written: it is a folder", said), said
 
 
-@pytest.mark.parametrize(("command", "missing"), [("report", "nbformat"), ("lab", "jupyterlab")])
-def test_a_missing_extra_is_one_line_that_says_how_to_install_it(root, capsys, monkeypatch, command, missing):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else name)
-    monkeypatch.setattr("os.execv", pytest.fail)
-    assert cli.main([command]) == 2
+def test_a_missing_extra_is_one_line_that_says_how_to_install_it(root, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "nbformat" else name)
+    assert cli.main(["report"]) == 2
     said = one_line(capsys.readouterr().err)
-    assert said == f'staleproof: not installed: {missing}; run: pip install -e ".[workbook]"'
+    assert said == 'staleproof: not installed: nbformat; run: pip install -e ".[workbook]"'
 
 
 @pytest.mark.parametrize(("given", "code"), [(3, 3), (0, 0), ("a text", 1), (None, 1)])
@@ -144,7 +141,7 @@ def test_what_ends_the_process_from_inside_a_command_is_no_success_unless_it_say
 @pytest.mark.parametrize(("ended", "code"), [(KeyboardInterrupt(), 130), (common.Ended(signal.SIGTERM), 143)])
 def test_a_command_that_keeps_nothing_is_interrupted_in_one_line(monkeypatch, capsys, ended, code):
     monkeypatch.setattr(device, "select", Mock(side_effect=ended))
-    assert cli.main(["doctor"]) == code
+    assert cli.main(["list"]) == code
     assert one_line(capsys.readouterr().err) == "staleproof: interrupted"
 
 

@@ -92,10 +92,9 @@ FIRST = {
     ),
     "list": ("1  mla_padding: ", "   symptom   "),
     "compare nvidia-h200 nvidia-h200": ("the same verdicts: ", " timings, second / first: 1.00 to 1.00"),
-    "doctor": ("machine  ", "provenance  "),
 }
 # The help of these has examples.
-TYPED = {"run", "report", "lab", "bench", "record", "compare", "patches"}
+TYPED = {"run", "report", "record", "compare", "patches"}
 MANY = """
 import sys
 from staleproof.cli.app import COMMANDS, main

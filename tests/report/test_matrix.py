@@ -180,7 +180,7 @@ def test_the_conclusion_is_this(monkeypatch):
     # One incident is not counted twice.
     assert good[-2:] == [
         "  verdicts 18 as expected, 0 not as expected, 0 not run (INTERPRETED, asked of: replica)",
-        "  next     staleproof lab: the walkthrough, notebooks/03_a.ipynb",
+        "  next     make lab: the walkthrough, notebooks/03_a.ipynb",
     ]
     # What fails by itself is not said again of each question in which it was served.
     late = [finding("a", "served a", "late", "leaked", expected="leaked")]

@@ -71,7 +71,7 @@ def capabilities() -> list[Capability]:
         "timings",
         on_gpu,
         f"{machine.name}, {machine.capability}, {machine.memory_gib} GiB, driver {machine.driver}",
-        f"{no_gpu}: values only, no timing is printed; bench is refused",
+        f"{no_gpu}: values only, no timing is printed",
     )
     add(
         "CUDA graphs",

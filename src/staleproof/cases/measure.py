@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import datetime
 import runpy
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -367,6 +369,23 @@ class Timing:
         if isinstance(calls, Times):
             return [(COLD if isinstance(turns, Rotation) else turns, calls)]
         return cached_times(calls, turns) if isinstance(turns, Rotation) else [(turns, graph_times(calls))]
+
+
+def main(rows: Callable[[], Sequence[dict[str, Any]]], *, baseline: str) -> int:
+    """Run a benchmark as a script: measure, then print the rows as a table.
+
+    Returns:
+        The exit code: 0; 1 if a kernel of ours gave a wrong result; 2 without a GPU. Then one line on stderr
+        says why, and nothing is timed.
+    """
+    try:
+        measured = rows()
+    except (DeviceError, WrongResult) as error:
+        print(" ".join(str(error).splitlines()), file=sys.stderr)
+        return 1 if isinstance(error, WrongResult) else 2
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print_rows(measured, baseline=baseline, width=width)
+    return 0
 
 
 def benchmark_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from staleproof.cli import audit, diagnose, incidents, lab, patches, recorded, watch
+from staleproof.cli import audit, diagnose, incidents, patches, recorded, watch
 from staleproof.cli.common import in_one_line
 
 app = typer.Typer(
@@ -26,25 +26,24 @@ app = typer.Typer(
 COMMANDS: dict[Callable[..., None], str] = {
     diagnose.diagnose: "From what you see, or a log, to what to do now.",
     patches.patches: "Say which defects a vLLM has, and which patch helps.",
-    incidents.list_: "List the incidents: what an operator sees, and why.",
+    incidents.list_: "List the incidents, and what this machine can run.",
     incidents.run: "Reproduce incidents, try their fixes, and say which hold.",
     incidents.report: "Write the report, one HTML file, and print its path.",
-    lab.lab: "Open JupyterLab on the notebooks and the book.",
     audit.audit: "Put kernels through the padding contract.",
     watch.watch: "Show what the watch of a live vLLM counts.",
-    incidents.doctor: "Say what this machine can run, what not, and why.",
     recorded.record: "Record all findings and timings of this machine.",
     recorded.compare: "Compare two recorded runs, or two audits.",
-    recorded.bench: "Time our kernels and their peers. Needs a GPU.",
 }
 for function, short in COMMANDS.items():
-    # JupyterLab takes all arguments that are not ours.
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True} if function is lab.lab else None
-    app.command(function.__name__.rstrip("_"), short_help=short, context_settings=settings)(
-        in_one_line(function)
-    )
+    app.command(function.__name__.rstrip("_"), short_help=short)(in_one_line(function))
 # A command that was removed, and what replaces it.
-REMOVED = {"moe-module": "staleproof run moe_routing asks the installed FlashInfer's own fused MoE"}
+REMOVED = {
+    "bench": "python benchmarks/NAME.py times one kernel and its peers",
+    "doctor": "staleproof list ends with what this machine can run",
+    "engine": "workbook/whole-vllm.md has what whole vLLM engines answered",
+    "lab": "make lab opens JupyterLab on the notebooks",
+    "moe-module": "staleproof run moe_routing asks the installed FlashInfer's own fused MoE",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

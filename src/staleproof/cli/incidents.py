@@ -1,9 +1,10 @@
-"""The commands about incidents: ``doctor``, ``list``, ``run`` and ``report``."""
+"""The commands about incidents: ``list``, ``run`` and ``report``."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,24 +23,11 @@ Verbose = Annotated[
 ]
 
 
-def doctor() -> None:
-    """Say what this machine can run, and what is skipped and why.
-
-    Runs nothing. A line that begins with skip says what is missing.
-    """
-    from staleproof import device
-    from staleproof.cases.machine import Capability
-    from staleproof.incidents.moe_routing import fused_moe
-    from staleproof.report import terminal
-
-    missing = fused_moe.unavailable_reason("distinct", device.select())
-    terminal.print_machine([Capability("FlashInfer MoE", missing is None, missing or "compiled")])
-
-
 def list_() -> None:
-    """List the incidents: what an operator sees, and why.
+    """List the incidents, and what this machine can run.
 
-    The machines that were recorded come last, with their date and whether the source has changed since.
+    Of each incident: what an operator sees, and why. Then the recorded machines, with their dates. Then this
+    machine: a line that begins with skip names what it cannot run, and why.
     """
     from staleproof.report.terminal import say
     from staleproof.triage import symptom
@@ -57,7 +45,22 @@ def list_() -> None:
     runs, spoilt = recorded_runs()
     for run in runs:
         say(f"recorded  {run.folder.name}: {run.title}")
+    say()
+    if importlib.util.find_spec("torch") is None:
+        say("this machine runs no incident: torch is not installed (pip install -e .)")
+    else:
+        _this_machine()
     finish([], spoilt)
+
+
+def _this_machine() -> None:
+    from staleproof import device
+    from staleproof.cases.machine import Capability
+    from staleproof.incidents.moe_routing import fused_moe
+    from staleproof.report import terminal
+
+    missing = fused_moe.unavailable_reason("distinct", device.select())
+    terminal.print_machine([Capability("FlashInfer MoE", missing is None, missing or "compiled")])
 
 
 def run(

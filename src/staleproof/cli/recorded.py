@@ -12,35 +12,6 @@ from staleproof.cli.common import BadInputError, Device, findings_path, naming, 
 from staleproof.incidents.registry import INCIDENTS
 
 
-def bench(
-    kernel: Annotated[
-        str | None, typer.Argument(help="One file of benchmarks/, without .py; all by default.")
-    ] = None,
-) -> None:
-    """Time our kernels and their peers. Needs a GPU.
-
-    Each result is checked in the run that is timed. A wrong one is not timed: exit code 1 if it is ours.
-
-    \b
-    Examples:
-      staleproof bench                 all of benchmarks/
-      staleproof bench mla_decode      one
-    """
-    from staleproof import device as devices
-    from staleproof.cases import store
-
-    files = store.benchmarks()
-    if kernel is not None and kernel not in files:
-        raise BadInputError(f"kernel: unknown kernel {kernel!r}; known: {', '.join(files) or 'none'}")
-    if devices.select() != "cuda":
-        raise BadInputError("bench: timings need a CUDA GPU, and this machine has none; nothing was run")
-    from staleproof.cases.measure import print_rows
-    from staleproof.report import terminal
-
-    for path in files.values() if kernel is None else [files[kernel]]:
-        print_rows([*_measure(path)], baseline="staleproof", width=terminal.width())
-
-
 def record(
     out: Annotated[Path | None, typer.Option(help="Folder of runs; the run goes to OUT/<machine>/.")] = None,
     device: Device = "auto",

@@ -149,4 +149,4 @@ def _next(name: str, about: Incident, is_wrong: bool) -> list[str]:
         return []
     helps = ", ".join(patch.name for patch in patches().values() if patch.incident == name)
     ask = [f"staleproof patches: does your vLLM need a patch? ({helps})"] if helps else []
-    return [*ask, f"staleproof lab: the walkthrough, notebooks/{about.notebook}"]
+    return [*ask, f"make lab: the walkthrough, notebooks/{about.notebook}"]
