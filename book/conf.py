@@ -66,8 +66,8 @@ BANNER = "show.start("
 def read_notebook(text: str) -> nbformat.NotebookNode:
     """A notebook for the book: what its metadata says about folds and pictures, in the words of MyST-NB.
 
-    JupyterLab folds a cell by ``source_hidden``, MyST-NB by a tag. A picture's alternative text and caption lie
-    in the metadata of its output.
+    JupyterLab folds a cell by ``source_hidden``, MyST-NB by a tag. A picture's alternative text and caption
+    lie in the metadata of its output.
     """
     notebook = nbformat.reads(text, as_version=4)
     for cell in notebook.cells:
