@@ -26,14 +26,14 @@ PAGE_SIZE = 64
 FP8 = ("fp8", "fp8_e4m3")
 
 
-class MLADecodeMetadataBuilder(common.MLACommonMetadataBuilder):  # type: ignore[misc, name-defined]
+class MLADecodeMetadataBuilder(common.MLACommonMetadataBuilder):
     """vLLM's metadata for batches in which every request has the same number of query tokens (MTP)."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[Any] = common.QueryLenSupport.UNIFORM
 
 
-class MLADecodeBackend(common.MLACommonBackend):  # type: ignore[misc, name-defined]
+class MLADecodeBackend(common.MLACommonBackend):
     """What vLLM asks before it selects this backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
@@ -86,7 +86,7 @@ class MLADecodeBackend(common.MLACommonBackend):  # type: ignore[misc, name-defi
         return None
 
 
-class MLADecodeImpl(common.MLACommonImpl):  # type: ignore[misc, name-defined]
+class MLADecodeImpl(common.MLACommonImpl):
     """One layer. vLLM calls :meth:`forward_mqa` for the decode tokens of a step."""
 
     can_return_lse_for_decode: bool = True
