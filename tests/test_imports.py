@@ -35,7 +35,9 @@ ALLOWED = {
     "contract": {"contract", "audit", "kernels", "cases", *SERVER},
     # A whole vLLM in a child process; an incident says what it serves and what comes out.
     "whole": {"whole", "cases", *SERVER},
-    "incidents": {"whole", "kernels", "cases", *SERVER},  # and their own folder, see _may_import
+    # A real model behind the kernels of the incidents, whose questions use it.
+    "words": {"words", "kernels", *SERVER},
+    "incidents": {"whole", "words", "kernels", "cases", *SERVER},  # and their own folder, see _may_import
     "report": {"report", "cases", "kernels", "incidents", "contract", "triage", *SERVER, ""},
     "cli": {"cli", "report", "cases", "kernels", "incidents", "contract", "triage", *SERVER, ""},
 }

@@ -1,0 +1,92 @@
+"""What the users of a server saw: a real small model behind the kernels of the incidents.
+
+The model is real (SmolLM2-135M-Instruct) and runs exactly; the kernels are those of the incidents or released
+ones. That they run together, one fp8 scale for all rows, and what memory held before are ours.
+
+>>> from staleproof import words
+>>> if words.unavailable_reason() is None:
+...     answer = words.serve(["What is the capital of France?"], tokens=8)
+...     assert answer.texts == ["The capital of France is Paris."] and answer.died == [None]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from staleproof import check
+from staleproof.words.model import INSTALL as INSTALL
+from staleproof.words.model import load, unavailable_reason
+from staleproof.words.server import Kernel, Served, Server
+
+__all__ = ["PROMPTS", "Served", "Server", "load", "serve", "unavailable_reason"]
+PROMPTS = (
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "Name three primary colours.",
+    "What do bees make?",
+    "Give me a short greeting.",
+    "What is ice made of?",
+    "How many days has a week?",
+    "Which animal barks?",
+)
+
+
+def serve(
+    prompts: Sequence[str],
+    *,
+    kernel: str | Kernel = "torch",
+    memory: float = 0.0,
+    clear: bool = False,
+    fp8: bool = True,
+    rows: int = 8,
+    tokens: int = 12,
+) -> Served:
+    """Serve prompts in padded decode steps on the CPU, and return what their users saw.
+
+    Compare token ids of two calls only if both have the same ``fp8``: one scale for the batch changes texts
+    by itself, without any fault.
+
+    Args:
+        prompts: at most as many as ``rows`` are served at once; rows without a request are padding.
+        kernel: MLA decode: a name of :data:`staleproof.words.kernels.KERNELS`, or a function that is called
+            as :func:`staleproof.mla_decode` is, with ``out``.
+        memory: what the attention output's memory held before each step: normal numbers times this factor;
+            0 for zeros, NaN for NaN.
+        clear: call :func:`staleproof.clear_empty_rows` after the kernel.
+        fp8: quantise the attention output, with one scale for all rows of a step, as vLLM's
+            ``QuantFP8.forward_native`` does.
+        rows: of a step.
+        tokens: of an answer, at most.
+
+    Raises:
+        RuntimeError: the model, or vLLM's source, is not here; the message has the command that gets it.
+        ValueError: an argument does not fit.
+    """
+    from staleproof.ops.clear_empty_rows import clear_empty_rows
+    from staleproof.ops.reference.fp8 import quantize_fp8_per_tensor
+    from staleproof.words.kernels import KERNELS, memory_of
+
+    if isinstance(kernel, str):
+        check.require(kernel in KERNELS, "kernel", f"one of {[*KERNELS]}", repr(kernel))
+        kernel = KERNELS[kernel]
+    check.require(tokens > 0, "tokens", "at least 1", tokens)
+    check.require(rows > 0, "rows", "at least 1", rows)
+    model = load()
+    before = torch.get_num_threads()
+    # A second thread gains these small products nothing, and waits on a busy machine.
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            server = Server(
+                model,
+                kernel=kernel,
+                memory=memory_of(memory),
+                quantise=quantize_fp8_per_tensor if fp8 else None,
+                clear=clear_empty_rows if clear else None,
+                rows=rows,
+            )
+            return server.serve(prompts, tokens)
+    finally:
+        torch.set_num_threads(before)
