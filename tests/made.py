@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from staleproof.cases import finding as cases
-from staleproof.cases.finding import OFF_ON_OFF, REPLICA, Evidence, Finding, Key, Three
+from staleproof.cases.finding import OFF_ON_OFF, REPLICA, Evidence, Finding, Key, three_of
 from staleproof.cases.words import FAMILIES, FIX, FIXED, NOT_RUN
 from staleproof.vllm.watch import Reading, Watch
 
@@ -54,7 +54,7 @@ def off_on_off(
     **numbers: Any,
 ) -> Finding:
     """A finding of off / on / off, with the verdict that these three give."""
-    three = Three(family(off, on, again), off, on, again, right=wrong is None, wrong=wrong or "")
+    three = three_of(family(off, on, again), off, on, again, right=wrong is None, wrong=wrong or "")
     given = {"expected": expected, "note": wrong or "", "three": three, "evidence": evidence, **numbers}
     return cases.finding(Key(incident, OFF_ON_OFF, variant), FIX, three.verdict, **given)
 

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src/staleproof"
 
 LIGHT = {"check", "device", "interpreter"}
+# How a question is asked, and how its answer is kept.
+LAB = {"lab", "runs", "grades", "child", "graph", "measure", "machine", "cases"}
 SERVER = {"ops", "vllm", "evidence", *LIGHT}
 # First part of a module's name -> what it may import of ours. "" is the package's own __init__.
 ALLOWED = {
@@ -30,16 +32,23 @@ ALLOWED = {
     "vllm": {"vllm", "ops", "evidence", "check"},
     # From a symptom to what to do: light, as what an operator installs.
     "triage": {"triage", "vllm", "check"},
-    "cases": {"cases", *SERVER},
-    "kernels": {"kernels", "cases", *SERVER},
-    "contract": {"contract", "audit", "kernels", "cases", *SERVER},
+    "child": {"device", "check"},
+    "graph": {"device", "check"},
+    "machine": {"device", "vllm"},
+    "grades": {"device", "check"},
+    "lab": {"child", "grades", "machine", "device", "check"},
+    "runs": {"lab", "machine", "device", "check"},
+    "measure": {"lab", "machine", "ops", "device", "check"},
+    "cases": {*LAB, *SERVER},
+    "kernels": {"kernels", *LAB, *SERVER},
+    "contract": {"contract", "audit", "kernels", *LAB, *SERVER},
     # A whole vLLM in a child process; an incident says what it serves and what comes out.
-    "whole": {"whole", "cases", *SERVER},
+    "whole": {"whole", *LAB, *SERVER},
     # A real model behind the kernels of the incidents, whose questions use it.
-    "words": {"words", "kernels", *SERVER},
-    "incidents": {"whole", "words", "kernels", "cases", *SERVER},  # and their own folder, see _may_import
-    "report": {"report", "cases", "kernels", "incidents", "contract", "triage", *SERVER, ""},
-    "cli": {"cli", "report", "cases", "kernels", "incidents", "contract", "triage", *SERVER, ""},
+    "words": {"words", "kernels", *LAB, *SERVER},
+    "incidents": {"whole", "words", "kernels", *LAB, *SERVER},  # and their own folder, see _may_import
+    "report": {"report", *LAB, "kernels", "incidents", "contract", "triage", *SERVER, ""},
+    "cli": {"cli", "report", *LAB, "kernels", "incidents", "contract", "triage", *SERVER, ""},
 }
 # What a server installs may need no other package than these. Imports of vllm are for vLLM's processes.
 THIRD_PARTY = {"ops": {"torch", "triton", "numpy"}, "evidence": {"torch", "triton", "matplotlib", "seaborn"}}

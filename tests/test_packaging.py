@@ -275,7 +275,7 @@ for module in pkgutil.walk_packages(staleproof.__path__, "staleproof."):
     if not module.name.endswith(("__main__", *needs_more)):
         importlib.import_module(module.name)
 from staleproof.report import matrix
-print(matrix.text([Finding("kv_reuse", "a question", "a variant", "rows", "clean")]))
+print(matrix.text([Finding("kv_reuse", "a question", "a variant", "clean", "good")]))
 from staleproof.cases.case import each
 from staleproof.cases.run import Table
 table = Table("kv_reuse", each("q", "rows", ["v"], lambda *_: "clean", expect="clean"))

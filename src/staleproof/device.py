@@ -14,6 +14,8 @@ import platform
 import re
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache
@@ -261,3 +263,22 @@ def needs_sm90() -> str | None:
 def is_sm100() -> bool:
     """Whether the CUDA device is SM100 or SM103 (B200, GB200, B300)."""
     return provenance() is Provenance.MEASURED and machine().capability in ("sm_100", "sm_103")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread of torch for a ``with`` block: operations of microseconds gain nothing by a second.
+
+    >>> import torch
+    >>> with one_thread():
+    ...     torch.get_num_threads()
+    1
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

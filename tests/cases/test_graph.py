@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from staleproof.cases import graph as graphs
-from staleproof.cases import mapping
 from staleproof.cases.graph import LaunchList, capture, padded_size
 from staleproof.evidence import plant, row_states
+from staleproof.kernels import mapping
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 
 

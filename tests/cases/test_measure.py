@@ -11,8 +11,7 @@ from types import SimpleNamespace as Space
 import pytest
 from tests.made import measurement
 
-from staleproof.cases import measure
-from staleproof.cases.digest import file_digest
+from staleproof import machine, measure
 from staleproof.cases.measure import WrongResult
 from staleproof.device import DeviceError, Provenance
 
@@ -81,11 +80,11 @@ def test_a_wrong_result_of_ours_stops_the_benchmark_and_one_of_a_peer_is_refused
     assert capsys.readouterr().out == "vLLM: refused, row 3 is stale\n"
 
 
-def test_rows_come_with_the_benchmark_and_its_digest(tmp_path):
+def test_rows_come_with_the_benchmark_and_the_commit(tmp_path):
     path = tmp_path / "clear.py"
     path.write_text("def rows():\n    yield {'p50': 1.0}\n    raise KeyError\n")
     rows = measure.benchmark_rows(path)
-    assert next(rows) == {"p50": 1.0, "benchmark": "clear", "source_digest": file_digest(path)}
+    assert next(rows) == {"p50": 1.0, "benchmark": "clear", "commit": machine.commit()}
     with pytest.raises(KeyError):
         next(rows)
 

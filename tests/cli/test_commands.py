@@ -116,15 +116,15 @@ def test_run_v_prints_each_finding_and_the_matrices_after_the_conclusion(root, i
 
 def test_run_keeps_what_other_incidents_found_and_says_of_which_source(kept, incident, capsys):
     other = finding("mla_padding", "q", "v", "clean")
-    write_findings(kept, [other, replace(other, incident="kv_reuse", source_digest="older")])
+    write_findings(kept, [other, replace(other, incident="kv_reuse", commit="older")])
     incident(leaked)
     assert cli.main(["run"]) == 0
     assert [f.incident for f in read_findings(kept)] == ["fake", "mla_padding", "kv_reuse"]
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("kept")]
     assert said[0].startswith("kept      mla_padding: 1 finding, ")
-    assert said[0].endswith("the source as it is now")
+    assert said[0].endswith(other.origin)
     assert "kv_reuse: 1 finding" in said[1]
-    assert "source older, which is " in said[1]
+    assert f", older, {other.date}" in said[1]
 
 
 def test_an_interrupted_run_keeps_its_earlier_answers_to_what_was_not_asked_again(kept, incident):
@@ -327,7 +327,7 @@ def test_an_error_in_a_question_keeps_the_findings_so_far(kept, incident):
 def test_without_a_checkout_run_and_list_work_and_the_rest_says_so(incident, capsys, monkeypatch, tmp_path):
     incident(clean)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(store, "PACKAGE", tmp_path / "site-packages" / "staleproof")
+    monkeypatch.setattr("staleproof.machine.root", lambda: None)
     assert cli.main(["run"]) == 0
     assert len(read_findings(tmp_path / "staleproof-findings.jsonl")) == 1
     assert cli.main(["list"]) == 0

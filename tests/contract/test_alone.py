@@ -25,7 +25,7 @@ raise AcceleratorError("CUDA error: device-side assert triggered\\nCompile with 
 
 
 def _row(clause: str, note: str) -> Finding:
-    return Finding(CONTRACT, clause, "experts", CONTRACT, BREAKS, "kernels 1.0", note=note)
+    return Finding(CONTRACT, clause, "experts", BREAKS, "bad", "kernels 1.0", note=note)
 
 
 def test_an_assertion_whose_tensor_prints_over_several_lines_shows_its_break():

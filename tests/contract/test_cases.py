@@ -201,7 +201,12 @@ def test_an_audit_of_some_kernels_asks_those_whose_name_or_release_holds_the_tex
 def test_an_audit_goes_on_where_an_earlier_one_has_gaps(kernels):
     def found(name, release, clauses, verdict=HOLDS):
         key = Key(CONTRACT, "", name, release)
-        return [Finding(*key[:1], c, name, CONTRACT, verdict, release, note="old") for c in clauses]
+        return [
+            Finding(
+                *key[:1], c, name, verdict, "not run" if verdict == NOT_RUN else "open", release, note="old"
+            )
+            for c in clauses
+        ]
 
     known = [
         *found("a", "vllm 1.0", "0RWO"),
@@ -246,10 +251,10 @@ def test_two_modules_with_a_kernel_of_one_name_are_refused_before_anything_runs(
 # --- An audit that goes on from an earlier one
 
 SUBJECT = Subject("merge", "merge", print, package="kernels")
-ROW = Finding(CONTRACT, "0", "merge", CONTRACT, HOLDS, "kernels 1.0", machine={"name": "CPU"})
+ROW = Finding(CONTRACT, "0", "merge", HOLDS, "good", "kernels 1.0", machine={"name": "CPU"})
 BROKEN = replace(ROW, question="E", verdict=BREAKS, note="NaN", script="old\n")
 REST = [replace(ROW, question=clause) for clause in "RO"]
-ABSENT = replace(ROW, verdict=NOT_RUN, note="no GPU")
+ABSENT = replace(ROW, verdict=NOT_RUN, outcome="not run", note="no GPU")
 NOT_ASKED = [replace(ABSENT, question=clause) for clause in "ERO"]
 
 
@@ -332,7 +337,9 @@ def test_the_command_asks_what_was_left_open_and_writes_both(tmp_path, monkeypat
     (tmp_path / "kernels.py").write_text(MODULE)
     found = [*cases.audit([str(tmp_path / "kernels.py")], device)]
     kept = [replace(one, note="kept") if one.variant == "right" else one for one in found]
-    gaps = [replace(one, verdict=NOT_RUN) if one.variant != "right" else one for one in kept]
+    gaps = [
+        replace(one, verdict=NOT_RUN, outcome="not run") if one.variant != "right" else one for one in kept
+    ]
     write_findings(tmp_path / "old.jsonl", gaps)
     new = tmp_path / "new.jsonl"
     command = ["audit", str(tmp_path / "kernels.py"), "--device", device, "--json", str(new)]

@@ -15,10 +15,8 @@ from staleproof.contract.contract import BREAKS, CLAUSES, CONTRACT, HOLDS, KINDS
 from staleproof.kernels.subject import ARGUMENTS, SIZES
 from staleproof.report.audit import print_changes
 
-ROW = Finding(
-    *(CONTRACT, "E", "decode", CONTRACT, BREAKS, "kernels 1.0"), machine={"name": "CPU"}, note="NaN"
-)
-NOT_RUN = replace(ROW, verdict="not run")
+ROW = Finding(*(CONTRACT, "E", "decode", BREAKS, "bad", "kernels 1.0"), machine={"name": "CPU"}, note="NaN")
+NOT_RUN = replace(ROW, verdict="not run", outcome="not run")
 WORKBOOK = Path(__file__).parents[2] / "workbook"
 
 

@@ -16,14 +16,14 @@ from staleproof.contract.contract import BREAKS, CLAUSES, CONTRACT, HOLDS, UNDEF
 from staleproof.report import audit
 
 ROW = Finding(
-    *(CONTRACT, "E", "decode", CONTRACT, BREAKS, "kernels 1.0"),
+    *(CONTRACT, "E", "decode", BREAKS, "bad", "kernels 1.0"),
     machine={"name": "CPU x"}, note="NaN is written", script="assert 0\n",
 )  # fmt: skip
 ROWS = [
     ROW,
     replace(ROW, question="T", verdict=HOLDS, note="", script=""),
     replace(ROW, question="B", verdict=UNDEFINED, note="documented: mask it", script=""),
-    replace(ROW, variant="prefill", verdict="not run", note="needs a CUDA GPU", script=""),
+    replace(ROW, variant="prefill", verdict="not run", outcome="not run", note="needs a CUDA GPU", script=""),
 ]
 
 
@@ -62,7 +62,7 @@ def test_the_table_has_a_sign_a_clause_and_a_line_a_break(capsys):
 
 
 def test_each_reason_is_said_once_and_a_module_without_a_kernel_is_no_subject(capsys):
-    gap = replace(ROW, verdict="not run", note="not checked, no reference", script="")
+    gap = replace(ROW, verdict="not run", outcome="not run", note="not checked, no reference", script="")
     gaps = [replace(gap, question=clause, variant=name) for name in ("decode", "verify") for clause in "EB"]
     ran = [replace(ROWS[1], variant=name) for name in ("decode", "verify")]
     module = replace(ROW, variant="mine.py", question="0", note="does not import: SyntaxError", script="")
@@ -266,7 +266,7 @@ def test_of_a_kernel_that_ran_on_several_machines_the_gpu_answers_all_clauses():
     gpu = replace(ROW, verdict=HOLDS, machine={"name": "H200"}, provenance="MEASURED")
     for rows in ([gpu, *ROWS[:2]], [*ROWS[:2], gpu]):
         assert audit.by_machine(rows) == [gpu]
-    assert audit.by_machine([replace(gpu, verdict="not run"), *ROWS[:2]]) == ROWS[:2]
+    assert audit.by_machine([replace(gpu, verdict="not run", outcome="not run"), *ROWS[:2]]) == ROWS[:2]
     other = replace(ROWS[0], variant="of a CPU only")
     assert audit.by_machine([gpu, *ROWS[:2], other]) == [gpu, other]
 

@@ -23,7 +23,7 @@ from staleproof.cases import children
 from staleproof.cases import words as families
 from staleproof.cases.case import Case, Fix, MissingError, Reading, Scene
 from staleproof.cases.children import ChildError
-from staleproof.cases.finding import FIX, Finding, Three, finding, not_run
+from staleproof.cases.finding import FIX, Finding, Three, finding, not_run, three_of
 from staleproof.cases.words import NOT_RUN, Outcome
 from staleproof.check import require
 
@@ -273,7 +273,7 @@ def _put_fix(case: Fix, device: str, told: tuple[Any, ...]) -> Finding:
         require(is_text, f"wrong of {case.key.text}", "None, or a text that says what is wrong", repr(found))
         wrong = found or ""
         right = not wrong
-    three = Three(case.words, off.verdict, on.verdict, again.verdict, right, wrong)
+    three = three_of(case.words, off.verdict, on.verdict, again.verdict, right, wrong)
     numbers = {
         f"{name}_{state}": value
         for state, said in zip(("off", "on", "again"), asked, strict=True)

@@ -17,18 +17,15 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-
-class Outcome(StrEnum):
-    """What a verdict means for the requests that were served."""
-
-    GOOD = "good"
-    BAD = "bad"
-    OPEN = "open"
-    NOT_RUN = "not run"
+from staleproof.lab import FIXED as FIXED
+from staleproof.lab import NOT_FIXED as NOT_FIXED
+from staleproof.lab import NOT_REPRODUCED as NOT_REPRODUCED
+from staleproof.lab import NOT_RUN as NOT_RUN
+from staleproof.lab import WRONG as WRONG
+from staleproof.lab import Outcome as Outcome
 
 
 class Word(NamedTuple):
@@ -47,9 +44,7 @@ class UnknownWordError(ValueError):
     """A verdict, or a family, that nobody defined."""
 
 
-NOT_RUN = "not run"
 FIX = "fix"
-FIXED, NOT_FIXED, NOT_REPRODUCED, WRONG = "fixed", "not fixed", "not reproduced", "wrong"
 
 _ABSENT = Word(Outcome.NOT_RUN, "This machine lacks something that the question needs; the note says what.")
 # Family -> word -> what it means, from ``words.toml``.

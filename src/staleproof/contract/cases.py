@@ -112,7 +112,7 @@ def open_clauses(
         the earlier audit did not know; or none.
 
     >>> subject = Subject("decode", "merge", print, package="kernels")
-    >>> known = [Finding(CONTRACT, c, "decode", CONTRACT, HOLDS, "kernels 1.0") for c in "0ERO"]
+    >>> known = [Finding(CONTRACT, c, "decode", HOLDS, "good", "kernels 1.0") for c in "0ERO"]
     >>> open_clauses(subject, "kernels 1.0", known), open_clauses(subject, "kernels 2.0", known)
     ((), ('0', 'E', 'R', 'O'))
     """
@@ -141,8 +141,8 @@ def merged(known: Sequence[Finding], new: Sequence[Finding]) -> list[Finding]:
     Args:
         known, new: answers, in their order.
 
-    >>> old = Finding(CONTRACT, "E", "decode", CONTRACT, "not run", "kernels 1.0", note="no GPU")
-    >>> now = Finding(CONTRACT, "E", "decode", CONTRACT, HOLDS, "kernels 1.0")
+    >>> old = Finding(CONTRACT, "E", "decode", "not run", "not run", "kernels 1.0", note="no GPU")
+    >>> now = Finding(CONTRACT, "E", "decode", HOLDS, "good", "kernels 1.0")
     >>> merged([old], [now]) == merged([now], [old]) == [now]
     True
     """

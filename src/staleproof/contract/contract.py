@@ -84,8 +84,8 @@ def between_releases(found: Sequence[Finding]) -> list[Change]:
     Each answer is compared with the previous release's on the same machine. An answer that was not run counts
     as absent.
 
-    >>> old = Finding(CONTRACT, "E", "decode", CONTRACT, BREAKS, "kernels 1.9")
-    >>> new = Finding(CONTRACT, "E", "decode", CONTRACT, HOLDS, "kernels 1.10")
+    >>> old = Finding(CONTRACT, "E", "decode", BREAKS, "bad", "kernels 1.9")
+    >>> new = Finding(CONTRACT, "E", "decode", HOLDS, "good", "kernels 1.10")
     >>> [(change.before.release, change.after.release) for change in between_releases([new, old])]
     [('kernels 1.9', 'kernels 1.10')]
     """
@@ -113,8 +113,8 @@ def compare(before: Sequence[Finding], after: Sequence[Finding]) -> list[Change]
     Returns:
         The answers of ``after`` whose verdict is another, in their order.
 
-    >>> old = Finding(CONTRACT, "E", "decode", CONTRACT, BREAKS, "kernels 1.9")
-    >>> new = Finding(CONTRACT, "E", "decode", CONTRACT, HOLDS, "kernels 1.10")
+    >>> old = Finding(CONTRACT, "E", "decode", BREAKS, "bad", "kernels 1.9")
+    >>> new = Finding(CONTRACT, "E", "decode", HOLDS, "good", "kernels 1.10")
     >>> [(change.before.release, change.after.release) for change in compare([old], [new])]
     [('kernels 1.9', 'kernels 1.10')]
     """

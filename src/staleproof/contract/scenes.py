@@ -18,10 +18,10 @@ import torch
 
 from staleproof.cases.case import Reading
 from staleproof.cases.compare import too_far
-from staleproof.cases.mapping import mapped
 from staleproof.check import fail
 from staleproof.contract.contract import breaks, holds
 from staleproof.evidence.canary import bits
+from staleproof.kernels.mapping import mapped
 
 NULL_PAGE = 0
 # Pages before and after the cache, so that an id of -1 or one past the end reads memory we own.

@@ -166,7 +166,7 @@ def _card(name: str, chapters: Iterable[Chapter], told: Iterable[Sequence[Findin
     alike: dict[tuple[str, ...], list[Finding]] = {}
     for one in proofs:
         if three := one.three:
-            key = (three.words, three.off, three.on, three.again, one.verdict, one.grade)
+            key = (three.off, three.on, three.again, one.verdict, one.grade)
             alike.setdefault(key, []).append(one)
     return {
         "name": name,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from staleproof.cases import children
+from staleproof import child as children
 from staleproof.vllm.sources import numbers
 
 # The folder with pyproject.toml, if staleproof is installed in editable mode.
@@ -121,7 +121,7 @@ def call(
     """Run ``function(*args)`` in a child process of the environment with the vLLM, and wait for it.
 
     Args:
-        function: importable there, from this staleproof; it may :func:`~staleproof.cases.children.tell`.
+        function: importable there, from this staleproof; it may :func:`~staleproof.child.tell`.
         args: picklable, without torch.
         env: variables beside :data:`SET`.
         timeout_s: the child is ended then.
@@ -137,6 +137,6 @@ def call(
     source = str(Path(__file__).parents[2])
     env = {**SET, "PYTHONPATH": source, **(env or {})}
     unset = [word for name in UNSET for word in ("-u", name)]
-    command = ["env", *unset, str(interpreter), "-m", "staleproof.cases.children"]
+    command = ["env", *unset, str(interpreter), "-m", "staleproof.child"]
     order = pickle.dumps((function.__module__, function.__qualname__, args))
     return children.Child(command, order, env, prefixed=True).wait(timeout_s)
