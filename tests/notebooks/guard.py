@@ -35,32 +35,33 @@ MODES = (NOT_RUN, FLIPPED)
 
 def force(mode: str) -> None:
     """Make every finding of this process say ``mode``, however it comes to be; ask no questions."""
-    from staleproof.cases import finding, run
-    from staleproof.cases.case import Case, Fix
+    from staleproof import lab
+    from staleproof.cases import run
     from staleproof.incidents.kv_reuse import scene
     from staleproof.report import plots
 
-    build = getattr(finding.Finding.__init__, "__wrapped__", finding.Finding.__init__)
+    build = getattr(lab.Finding.__init__, "__wrapped__", lab.Finding.__init__)
 
     @wraps(build)
     def forced(self: Any, *args: Any, **fields: Any) -> None:
         build(self, *args, **fields)
         # Every number is there: a cell that only stumbles over a missing one would prove nothing.
-        changes = {"verdict": mode, "numbers": defaultdict(int)}
+        changes = {"verdict": mode, "outcome": lab.Outcome.OPEN, "numbers": defaultdict(int)}
         # A verdict line is looked for by its grade.
         changes["grade"] = self.grade or "replica"
         if mode == NOT_RUN:
-            changes |= {"grade": "", "of": "", "numbers": {}, "note": "forced by the guard"}
+            changes |= {"outcome": lab.Outcome.NOT_RUN, "grade": "", "of": "", "numbers": {}}
+            changes["note"] = "forced by the guard"
         for name, value in changes.items():
             object.__setattr__(self, name, value)
 
-    def answer(case: Case, device: str, scenes: Any) -> finding.Finding:
+    def answer(case: Any, device: str, scenes: Any) -> lab.Finding:
         # The expected verdict is kept, so that a comparison with it must fail.
-        words = finding.FIX if isinstance(case, Fix) else case.words
-        return finding.finding(case.key, words, NOT_RUN, expected=case.expected(device))
+        expected = case.expected if isinstance(case, lab.Case) else case.expected(device)
+        return lab.Finding(*case.key[:3], NOT_RUN, lab.Outcome.NOT_RUN, expected=expected)
 
-    finding.Finding.__init__ = forced  # type: ignore[method-assign]
-    run._put = answer
+    lab.Finding.__init__ = forced  # type: ignore[method-assign]
+    run._put = lab._run = answer
     # Only findings say what came out: no pictures, and shorter runs, each once. Half of the time.
     plots.picture = lambda *args: None
     scene.Scene.__init__ = partialmethod(scene.Scene.__init__, steps=150)  # type: ignore[method-assign]

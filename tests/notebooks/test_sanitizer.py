@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nbval.plugin import get_sanitize_patterns
 
-from staleproof.cases import finding
+from staleproof import lab
 from staleproof.device import Provenance
 from staleproof.evidence.rows import Verdict
 
@@ -23,7 +23,7 @@ ROW_STATES = ("unwritten", "partly written", "nan", "zero", "finite")
 WORDS = sorted(
     {v.value for v in Verdict}
     | set(ROW_STATES)
-    | {finding.FIXED, finding.NOT_FIXED, finding.NOT_REPRODUCED, finding.NOT_RUN}
+    | {lab.FIXED, lab.NOT_FIXED, lab.NOT_REPRODUCED, lab.NOT_RUN}
     | {"written", "stale", "zeroed", "held", "refuted", "did not hold", "RECORDED", "NaN", "Inf"}
     | {"True", "False", "nan", "inf", "-inf", "none", "all"}
 )
