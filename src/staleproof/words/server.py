@@ -136,7 +136,6 @@ class Server:
             live = torch.tensor([row in serving for row in range(self.rows)], device=self.tokens.device)
             self.seq_lens += live.int()
             self.positions.copy_((self.seq_lens - 1).clamp(min=0))
-            self.memory(self.out)
             self.run_step()
             finite = self.logits.isfinite().all(-1).tolist()
             # The largest of a row of NaN is its first element: token 0.
@@ -182,7 +181,8 @@ class Server:
         self.table[row] = 0
 
     def run_step(self) -> None:
-        """Run :meth:`step`, or replay the graph that captured it."""
+        """Fill the memory of the attention outputs, and run :meth:`step`, or replay a graph of it."""
+        self.memory(self.out)
         self.step()
 
     def step(self) -> None:
