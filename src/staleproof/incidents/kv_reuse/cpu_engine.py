@@ -8,11 +8,14 @@ on a CPU in 0.19.0 to 0.24.0 (#46347), where the body of ``_zero_block_ids`` is 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from staleproof.cases.children import tell
 from staleproof.whole.load import Arrival
+from staleproof.whole.place import MODEL
 from staleproof.whole.spy import before, contents
 
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]
@@ -84,6 +87,30 @@ def ask(states: Sequence[str], requests: int) -> None:
             "stale": sum(one.nonzero > 0 for one in found),
             "with NaN": sum(one.nan > 0 for one in found),
         }
+        tell(told)
+
+
+def undrained(states: Sequence[str], requests: int) -> None:
+    """In the child: serve a dense model, and tell how many block ids wait to be zeroed after each request.
+
+    Args:
+        states: ``off``, ``on``: the patch ``undrained_ids`` is out of service, or in service.
+        requests: how many in each state; each fills two blocks of 16 tokens.
+    """
+    from staleproof.whole.engine import Engine, states_of, switch
+
+    engine = Engine(Path(sys.prefix, MODEL), dtype="bfloat16", max_model_len=64, block_size=16)
+    manager = engine.scheduler.kv_cache_manager
+    told: dict[str, Any] = {}
+    for number, state in enumerate(states):
+        switch(off=("undrained_ids",) if state == "off" else ())
+        waiting = []
+        for at in range(requests):
+            # No two prompts share a block, so each request allocates its own.
+            engine.serve([Arrival("one", [100 + at + requests * number] * 24, 4)])
+            kinds = manager.coordinator.single_type_managers
+            waiting.append(sum(len(kind.new_block_ids) for kind in kinds))
+        told[f"{number} {state}"] = {"waiting": waiting, "patch": states_of("undrained_ids")}
         tell(told)
 
 
