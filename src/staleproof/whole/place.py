@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from staleproof import child as children
+from staleproof import child
 from staleproof.vllm.sources import numbers
 
 # The folder with pyproject.toml, if staleproof is installed in editable mode.
@@ -62,7 +62,7 @@ def python() -> Path:
     else:
         found = ROOT / FOLDER / "bin/python"
         if not found.exists():
-            raise WholeError(f"no whole vLLM here: make whole installs one into {FOLDER} (3.5 GB of disk)")
+            raise WholeError(f"no whole vLLM here: make whole installs one into {FOLDER} (3.8 GB of disk)")
     return found
 
 
@@ -117,7 +117,7 @@ def machine_reason(info: Path = Path("/proc")) -> str | None:
 
 def call(
     function: Callable[..., object], *args: Any, env: Mapping[str, str] | None = None, timeout_s: float
-) -> children.Ended:
+) -> child.Ended:
     """Run ``function(*args)`` in a child process of the environment with the vLLM, and wait for it.
 
     Args:
@@ -139,4 +139,4 @@ def call(
     unset = [word for name in UNSET for word in ("-u", name)]
     command = ["env", *unset, str(interpreter), "-m", "staleproof.child"]
     order = pickle.dumps((function.__module__, function.__qualname__, args))
-    return children.Child(command, order, env, prefixed=True).wait(timeout_s)
+    return child.Child(command, order, env, prefixed=True).wait(timeout_s)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from staleproof.cases.children import tell
+from staleproof.child import tell
 from staleproof.whole.load import Arrival
 from staleproof.whole.place import MODEL
 from staleproof.whole.spy import before, contents

@@ -11,18 +11,24 @@ The pool is exactly full when the chat's first decode step needs its third block
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from staleproof.cases.children import tell
+from staleproof.child import tell
+from staleproof.grades import Evidence, Grade
 from staleproof.incidents.published_unwritten.real import rows
 from staleproof.incidents.published_unwritten.scene import Memory
-from staleproof.vllm import hooks, sources
+from staleproof.lab import Answer, Fix, Incident, MissingError, Scene, bad, good, good_if
+from staleproof.vllm import hooks, live, sources, watch
 from staleproof.vllm.hooks import Target
-from staleproof.vllm.patches.published_unwritten import SCHEDULER
+from staleproof.vllm.patches.published_unwritten import NAME, SCHEDULER
+from staleproof.vllm.plugin import VARIABLE
 from staleproof.vllm.sources import numbers
+from staleproof.whole import place
 from staleproof.whole.load import Arrival
 
 CODE = "7391"
@@ -80,42 +86,46 @@ def ask(policy: str, states: Sequence[str]) -> None:
 
     Args:
         policy: ``--scheduling-policy``.
-        states: ``off``, ``on``, ``again``: the patch ``unpublish`` is out of service, or in service;
-            ``none``: the plugin is not loaded.
+        states: ``on``: the patch is in service; ``off``, ``again``: it is not; ``released``: no plugin.
     """
     from staleproof.whole.engine import Engine, counters, states_of, switch
-    from staleproof.whole.place import MODEL
 
     began = time.perf_counter()
-    engine = Engine(Path(sys.prefix, MODEL), scheduling_policy=policy, **OPTIONS)
+    engine = Engine(Path(sys.prefix, place.MODEL), scheduling_policy=policy, **OPTIONS)
     told: dict[str, Any] = {"start_s": round(time.perf_counter() - began, 1)}
     users = prompts(engine.tokens)
+    carla = [Arrival("Carla", users["Carla"], 12, priority=10)]
+    engine.empty()
+    told["alone"] = engine.serve(carla)["Carla"].text
     # Until 0.32.0 a lone request gets no more than a chunk either, so Ben needs a step more.
     late = 1 if numbers(sources.installed()[0]) >= (0, 32) else 2
     for state in states:
-        if state != "none":
-            switch(off=() if state == "on" else ("unpublish",))
+        if state != RELEASED:
+            switch(off=() if state == "on" else (NAME,))
         memory = Memory(BLOCK)
-        target = Target(SCHEDULER, "Scheduler.schedule", ("self",), after=_follow(memory))
-        hooks.wrap("truth", target)
+        hooks.wrap("truth", Target(SCHEDULER, "Scheduler.schedule", ("self",), after=_follow(memory)))
         before, began = counters(), time.perf_counter()
         engine.empty()
         engine.serve([Arrival("Anna", users["Anna"], 1)])
         engine.serve(
             [Arrival("Ben", users["Ben"], 2, priority=10), Arrival("chat", users["chat"], 3, at=late)]
         )
-        carla = engine.serve([Arrival("Carla", users["Carla"], 12, priority=10)])["Carla"]
+        answer = engine.serve(carla)["Carla"]
         hooks.unwrap("truth")
         told[state] = {
-            "text": carla.text,
-            "cached": carla.cached,
+            "text": answer.text,
+            "cached": answer.cached,
             "of": len(users["Carla"]),
             "seconds": round(time.perf_counter() - began, 1),
-            "patch": states_of("unpublish"),
+            "patch": states_of(NAME).get(NAME),
             "counted": {name: now - before.get(name, 0) for name, now in counters().items()},
-            "reads": sorted({(r.reader, r.block, r.whose) for r in memory.reads}),
+            "reads": sorted({(_user(r.reader), r.block, _user(r.whose)) for r in memory.reads}),
         }
         tell(told)
+
+
+def _user(request: str) -> str:
+    return request.partition("-")[0]
 
 
 def _follow(memory: Memory) -> Any:
@@ -124,3 +134,108 @@ def _follow(memory: Memory) -> Any:
         return result
 
     return scheduled
+
+
+# --- The questions.
+
+RELEASED = "released"
+LEAKED, CLEAN = "another guest's code", "no code"
+
+
+def _served(policy: str, states: Sequence[str], device: str) -> dict[str, Any]:
+    """What one engine answered in each of its states."""
+    with tempfile.TemporaryDirectory() as folder:
+        plugin = {
+            "VLLM_PLUGINS": "staleproof",
+            VARIABLE: NAME,
+            watch.VARIABLE: "1",
+            watch.STAGES: "published",
+            live.SWITCH: str(Path(folder, "off")),
+        }
+        env = {"VLLM_PLUGINS": ""} if RELEASED in states else plugin
+        try:
+            told: dict[str, Any] = place.call(ask, policy, states, env=env, timeout_s=600).answer()
+        except place.WholeError as error:
+            raise MissingError(str(error)) from error
+    return told
+
+
+# Name -> one engine.
+ENGINES = {
+    "patched": Scene("a whole vLLM with the plugin", partial(_served, "priority", ("off", "on", "again"))),
+    "as released": Scene("a whole vLLM", partial(_served, "priority", (RELEASED,))),
+    "FCFS": Scene("a whole vLLM, FCFS", partial(_served, "fcfs", (RELEASED,))),
+}
+Subject = tuple[str, str]
+
+
+def _missing(subject: Subject, device: str) -> str | None:
+    return place.unavailable_reason()
+
+
+def _evidence() -> Evidence:
+    return Evidence(Grade.REAL, " ".join((*place.release(place.python()), "whole")))
+
+
+def answered(subject: Subject, device: str, told: dict[str, Any]) -> Answer:
+    """Carla asks for the door code of the house, which her prompt does not contain. What is she told?"""
+    row = told[subject[1]]
+    numbers = {name: row[name] for name in ("text", "cached", "of", "seconds")}
+    numbers |= {"start_s": told["start_s"], "evidence": _evidence()}
+    return bad(LEAKED, **numbers) if CODE in row["text"] else good(CLEAN, **numbers)
+
+
+def compare(subject: Subject, device: str, told: dict[str, Any]) -> str | None:
+    """With the patch in place to the end, she must be told what she is told alone on an empty cache."""
+    row = told[subject[1]]
+    if row["patch"] != "in place":
+        return f"the patch is {row['patch']}"
+    return None if row["text"] == told["alone"] else f"alone she is told {told['alone']!r}"
+
+
+def watched(subject: Subject, device: str, told: dict[str, Any]) -> Answer:
+    """Do the watch's hits of unwritten blocks equal those of a record of all writes and reads?"""
+    row = told[subject[1]]
+    hits, reads = row["counted"]["unwritten_hits"], row["reads"]
+    # JSON keeps lists.
+    numbers = {"hits": hits, "truth": [list(read) for read in reads], "evidence": _evidence()}
+    return good_if(hits == len(reads), "the same" if hits == len(reads) else "differ", **numbers)
+
+
+def add(incident: Incident) -> None:
+    """Add the questions to the incident."""
+    more: dict[str, Any] = {"needs": _missing, "scene": lambda subject: ENGINES[subject[0]]}
+    three = Fix(off=("patched", "off"), on=("patched", "on"), again=("patched", "again"))
+    incident.fixes(answered, {"unpublish, whole vLLM, in words": three}, compare=compare, **more)
+    incident.question(
+        "whole vLLM, in words",
+        {name: (name, RELEASED) for name in ("as released", "FCFS")},
+        expect={"as released": LEAKED, "FCFS": CLEAN},
+        **more,
+    )(answered)
+    states = {f"patch {state}": ("patched", state) for state in ("off", "on")}
+    incident.question("whole vLLM, watch beside the truth", states, expect="the same", **more)(watched)
+
+
+def main() -> None:
+    """What ``make whole`` prints. Exit code 2: no vLLM can be started; 1: an answer is not as expected."""
+    if reason := place.unavailable_reason():
+        print(f"staleproof: {reason}", file=sys.stderr)
+        sys.exit(2)
+    print(f"Anna writes:  {ANNA}\nBen asks:     {BEN}\nCarla asks:   {CARLA}")
+    print(
+        f"{_evidence().of}: an engine takes half a minute to start, and there are {len(ENGINES)}", flush=True
+    )
+    incident, failed = Incident("published_unwritten"), False
+    add(incident)
+    for found in incident.run("cpu"):
+        numbers, of = found.numbers, f"{found.question}, {found.variant}"
+        print(f"\n{of}: {found.verdict}{f' ({found.note})' if found.note else ''}")
+        for name in [name for name in numbers if name.startswith("text")]:
+            state = name.removeprefix("text").strip("_")
+            print(f"  {f'{state}: ' if state else ''}Carla is told: {numbers[name]}")
+        for name in [name for name in ("hits", "truth") if name in numbers]:
+            print(f"  {name}: {numbers[name]}")
+        sys.stdout.flush()
+        failed |= not found.ok
+    sys.exit(int(failed))
