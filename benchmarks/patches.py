@@ -38,10 +38,10 @@ device.select()
 
 from staleproof.cases import measure
 from staleproof.kernels.vllm_sources import UnavailableError, executed, load
-from staleproof.vllm import standing
 from staleproof.vllm.patches import kv_reuse, mla_padding, moe_routing, scale_padding
 from staleproof.vllm.releases import applies_to, table
 from staleproof.vllm.sources import file_of, vllm_file
+from staleproof.vllm.standing import registry
 
 # Imported by name, so that the source digest of a recorded row covers them.
 PARTS = (kv_reuse, mla_padding, moe_routing, scale_padding)
@@ -428,14 +428,14 @@ def pair(case: Case, version: str) -> Iterator[dict[str, Any]]:
             subject.apply(version if subject.applies_to(version) else subject.versions[-1][0])
         try:
             got = outcome(case, calls[0])
-            if provider == "patched" and "in place" not in standing.targets(case.patch).values():
-                why = standing.stepped_back.get(case.patch, "its functions were not imported")
+            if provider == "patched" and "in place" not in registry.targets(case.patch).values():
+                why = registry.reason(case.patch) or "its functions were not imported"
                 raise measure.WrongResult(f"{case.patch} is not in place, this would time vLLM alone: {why}")
             if provider == "patched" and not agree(wanted, got):
                 raise measure.WrongResult(f"{case.patch} changes the result of {case.mode}")
             found[provider].append(timed(case, calls))
-            if case.patch in standing.stepped_back:
-                raise measure.WrongResult(f"{case.patch}: {standing.stepped_back[case.patch]}")
+            if registry.reason(case.patch) is not None:
+                raise measure.WrongResult(f"{case.patch}: {registry.reason(case.patch)}")
         finally:
             subject.revert()
         if provider == "without":

@@ -29,6 +29,7 @@ from staleproof.vllm import hooks, single, standing
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import CACHE_TARGETS, Patch
 from staleproof.vllm.plugin import patches
+from staleproof.vllm.standing import registry
 
 FILE = Path(__file__).parents[1] / "workbook/plugin-faults.json"
 ABOUT = """\
@@ -254,9 +255,9 @@ def ask(patch: Patch, target: Target, fault: Fault) -> Answer:
             got, own = fault.run(double)
             # As the next report, scrape or key does.
             hooks.settle()
-            return Answer(OWN if got == own else f"{got} for {own}", log.lines, [*standing.stepped_back])
+            return Answer(OWN if got == own else f"{got} for {own}", log.lines, [*registry.out_of_service()])
     except Exception as error:
-        return Answer(f"{type(error).__name__}: {error}", log.lines, [*standing.stepped_back])
+        return Answer(f"{type(error).__name__}: {error}", log.lines, [*registry.out_of_service()])
     finally:
         hooks.logger.removeHandler(log)
 

@@ -7,6 +7,7 @@ import made_up
 import pytest
 
 from staleproof.vllm import hooks, plugin, standing
+from staleproof.vllm.standing import registry
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +24,9 @@ def made_up_fixture(tmp_path):
     before = [*sys.meta_path]
     with made_up.made_up(tmp_path) as write:
         yield write
-        for owner in {*standing._requires, *standing._targets}:
+        for owner in [*registry.patches]:
             hooks.unwrap(owner)
-    assert (sys.meta_path, hooks._watched, standing.stepped_back) == (before, {}, {})
+    assert (sys.meta_path, hooks._watched, registry.out_of_service()) == (before, {}, {})
 
 
 @pytest.fixture(name="installed")

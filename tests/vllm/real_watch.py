@@ -17,7 +17,8 @@ import real_kernels
 import real_scheduler
 import torch
 
-from staleproof.vllm import fp8_scales, plugin, standing, watch_blocks, watch_hooks
+from staleproof.vllm import fp8_scales, plugin, watch_blocks, watch_hooks
+from staleproof.vllm.standing import registry
 
 
 def states() -> dict[str, str]:
@@ -26,7 +27,7 @@ def states() -> dict[str, str]:
         # A backend whose package is not installed cannot be used either.
         with contextlib.suppress(ImportError, AssertionError, RuntimeError), real_kernels.cuda_is_cpu():
             importlib.import_module(target.module)
-    return standing.targets(watch_hooks.OWNER)
+    return registry.targets(watch_hooks.OWNER)
 
 
 def triton(live: int, padding: list[bool] | None = None) -> list[int]:

@@ -16,6 +16,7 @@ from staleproof.vllm import patch as patch_module
 from staleproof.vllm.patch import check_cache_key
 from staleproof.vllm.plugin import patches
 from staleproof.vllm.sources import PatchError, Sources
+from staleproof.vllm.standing import registry
 
 STARTS = Path(__file__).with_name("real_cache.py")
 
@@ -92,10 +93,10 @@ def test_without_the_key_a_traced_patch_does_nothing_and_none_of_them_takes_it_a
     other.revert()
     assert [*envs.compile_factors()] == ["VLLM_USE_V1", KEY]
     # The key is no patch.
-    assert standing.in_service() == ["scale_padding"]
-    standing.step_back(standing.CACHE, "planted")
-    assert standing.in_service() == []
-    standing.forget(standing.CACHE)
+    assert registry.in_service() == ["scale_padding"]
+    registry.step_back(standing.CACHE, "planted")
+    assert registry.in_service() == []
+    registry.forget(standing.CACHE)
 
 
 def _nothing(ops) -> None:
@@ -112,7 +113,7 @@ def _imported(ops) -> None:
 
 
 def _step_back(ops) -> None:
-    standing.step_back("scale_padding", "it failed")
+    registry.step_back("scale_padding", "it failed")
 
 
 def _fail_in_trace(ops) -> None:
@@ -171,6 +172,6 @@ def test_a_graph_is_saved_only_if_its_patches_stood_to_the_end(envs, meanwhile, 
     with pytest.raises(PatchError, match=why):
         graph.save_compiled_function("path")
     if meanwhile is _fail_in_trace:
-        assert "RuntimeError" in standing.stepped_back["scale_padding"]
+        assert "RuntimeError" in registry.reason("scale_padding")
         # A part of this process's graphs has vLLM's own code: their key is nobody else's.
         assert envs.compile_factors()[KEY] == patch_module.UNPROVED != before[KEY]

@@ -14,10 +14,11 @@ from functools import partial
 import pytest
 from made_up import imported, patch, planted
 
-from staleproof.vllm import arguments, hooks, standing
+from staleproof.vllm import arguments, hooks
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.sources import PatchError, Sources
+from staleproof.vllm.standing import registry
 
 MODULE = "vllm.ops"
 TEXT = """
@@ -64,8 +65,8 @@ def test_a_patch_is_for_its_releases_and_has_the_targets_of_each():
 @pytest.mark.parametrize("on_host", [False, True])
 def test_a_patch_on_the_host_alone_may_come_back(package, on_host):
     with replace(_patch(_double(after=lambda r, a, k: r)), on_host=on_host).applied("1.0.0"):
-        assert standing.on_host == ({"p"} if on_host else set())
-    assert not standing.on_host
+        assert registry.of("p").on_host is on_host
+    assert not registry.patches
 
 
 @pytest.mark.parametrize("needs", [False, True])

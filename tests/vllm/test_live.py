@@ -12,18 +12,20 @@ from pathlib import Path
 import pytest
 
 from staleproof.cli import app as cli
-from staleproof.vllm import hooks, live, process, standing, watch_port
+from staleproof.vllm import hooks, live, process, watch_port
 from staleproof.vllm.live import Here
+from staleproof.vllm.standing import registry
 
 pytest.importorskip("prometheus_client")
 SRC = str(Path(__file__).parents[2] / "src")
 # A process of a server, in which one patch is as its argument says; it ends with its input.
 CHILD = """
 import sys
-from staleproof.vllm import live, standing
+from staleproof.vllm import live
+from staleproof.vllm.standing import registry
 name, place, state = sys.argv[1:4]
 live.BEAT_S = 0.05
-standing.note(name, place, state)
+registry.of(name).targets[place] = state
 first = live.enter(live.Here("0.22.1", [name], incidents={name: "kv_reuse"}), asked=True)
 live.beat()
 print(first, flush=True)
@@ -36,12 +38,12 @@ def here_fixture(monkeypatch):
     """This process as the first of a server with one patch, which waits for its module."""
     monkeypatch.delenv(live.FOLDER, raising=False)
     monkeypatch.delenv(live.SWITCH, raising=False)
-    standing.note("undrained_ids", "vllm.sched:schedule", "waiting")
+    registry.of("undrained_ids").targets["vllm.sched:schedule"] = "waiting"
     here = Here("0.22.1", ["undrained_ids"], incidents={"undrained_ids": "kv_reuse"})
     assert live.enter(here, asked=True)
     yield here
     live._leave(os.environ[live.FOLDER], os.getpid())
-    standing.forget("undrained_ids")
+    registry.forget("undrained_ids")
     live._here.clear()
 
 
@@ -90,7 +92,7 @@ def test_the_truth_is_that_of_all_processes(here, capsys, monkeypatch):
     assert ask(capsys, number)[0] == 0
     monkeypatch.setenv(process.REQUIRE, "undrained_ids")
     assert live.health(os.environ[process.REQUIRE])["ok"]
-    standing.switch(["undrained_ids"], "the test")
+    registry.switch(["undrained_ids"], "the test")
     assert live.health()["ok"]
     assert ask(capsys, number)[0] == 3, "it is required, and switched off"
     port.shutdown()
@@ -184,7 +186,7 @@ def test_a_word_for_a_patch_spares_the_others_of_an_incident_of_that_name(
     tmp_path, monkeypatch, caplog, words, off
 ):
     switched = []
-    monkeypatch.setattr(standing, "switch", lambda names, why: switched.append(names) or [])
+    monkeypatch.setattr(registry, "switch", lambda names, why: switched.append(names) or [])
     incidents = {"mla_padding": "mla_padding", "fp8_scale": "mla_padding", "undrained_ids": "kv_reuse"}
     (tmp_path / "off").write_text(words)
     live.look_at_switch(str(tmp_path / "off"), Here("0.22.1", [*incidents], incidents=incidents))
@@ -194,8 +196,8 @@ def test_a_word_for_a_patch_spares_the_others_of_an_incident_of_that_name(
 def test_each_second_what_may_come_back_is_put_in_place_again(here, monkeypatch):
     renewed = []
     monkeypatch.setattr(hooks, "renew", lambda: renewed.append(True))
-    standing.on_host.add("undrained_ids")
-    standing.step_back("undrained_ids", "it failed", again_at=-1e9)
+    registry.of("undrained_ids").on_host = True
+    registry.step_back("undrained_ids", "it failed", again_at=-1e9)
     live.tick()
     assert (process.state("undrained_ids")[0], renewed) == ("will be patched", [True])
 
@@ -250,7 +252,7 @@ def test_what_has_not_changed_is_not_written_again(here, monkeypatch):
     here.publish()
     assert not file.exists()
     here.model = "another"
-    monkeypatch.setitem(standing.counters, "unwritten_hits", lambda: 7)
+    monkeypatch.setitem(registry.of("watch").counters, "unwritten_hits", lambda: 7)
     here.publish()
     told = json.loads(file.read_text())
     assert told == json.loads(json.dumps(here.report()))

@@ -21,7 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.made import arrived
 
 from staleproof import device
-from staleproof.vllm import live, releases, standing, watch_port
+from staleproof.vllm import live, releases, watch_port
+from staleproof.vllm.standing import registry
 from staleproof.vllm.watch import Settings, Watch
 from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
 from staleproof.vllm.watch_memory import Memory
@@ -50,16 +51,16 @@ def served_fixture():
         "router", "layers.0", *(torch.ones(8, 2, dtype=dtype, device=DEVICE) for dtype in (None, torch.int64))
     )
     arrived(watch)
-    standing.note("undrained_ids", "vllm.a:b", "in place")
+    registry.of("undrained_ids").targets["vllm.a:b"] = "in place"
     live._here[:] = [live.Here("0.22.1", ["undrained_ids"], model="m")]
     # As the detector of incident 7 does.
-    standing.counters["unwritten_hits"] = lambda: 2
+    registry.of("watch").counters["unwritten_hits"] = lambda: 2
     port = watch_port.serve(watch, 0, Blocks([STATE, ATTENTION], [16, 16]), memory)
     text = port.RequestHandlerClass._metrics(type("", (), {"server": port})())[2].decode()
     port.shutdown()
-    standing.counters.clear()
+    registry.forget("watch")
     live._here.clear()
-    standing.forget("undrained_ids")
+    registry.forget("undrained_ids")
     assert "staleproof_unwritten_hits_total 2.0" in text
     assert 'model="m"' in text
     found: dict[str, set[str]] = {"up": set()}

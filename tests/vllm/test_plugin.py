@@ -26,6 +26,7 @@ from staleproof.vllm.patch import Patch
 from staleproof.vllm.patches import NOTEBOOKS
 from staleproof.vllm.plugin import Choice
 from staleproof.vllm.sources import Evidence, PatchError, Sources
+from staleproof.vllm.standing import registry
 
 ROOT = Path(__file__).parents[2]
 ALL = Choice(frozenset(plugin.patches()), frozenset())
@@ -267,8 +268,8 @@ def test_a_patch_that_cannot_be_applied_leaves_the_others_and_says_so(applied, c
     applied(fails)
     lines = _register(caplog)
     # c would do harm without b.
-    assert {name for name in "abcd" if standing.targets(name)} == {"a", "d"}
-    assert standing.in_service() == ["a", "d"]
+    assert {name for name in "abcd" if registry.targets(name)} == {"a", "d"}
+    assert registry.in_service() == ["a", "d"]
     assert sum("b: applying it failed" in line and "out of service: b" in line for line in lines) == 1
     assert any("c: needs b, which stepped back" in line for line in lines)
     assert not any("nothing is patched" in line for line in lines)
@@ -285,7 +286,7 @@ def test_what_fails_after_the_patches_says_what_stands(applied, caplog, monkeypa
     assert any(line.startswith("staleproof: a, b, c, d stand, no others: ") for line in lines)
     assert live.health()["vllm"] == "0.18.1"
     assert {state for state, _ in live.health()["patches"].values()} == {"will be patched"}
-    assert standing.in_service() == ["a", "b", "c", "d"]
+    assert registry.in_service() == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("module", ["import no_such_module", "raise SystemExit"])
@@ -300,7 +301,7 @@ def test_a_broken_watch_takes_no_patch_along(applied, caplog, monkeypatch, tmp_p
     lines = _register(caplog)
     monkeypatch.delitem(sys.modules, "staleproof.vllm.watch_hooks", raising=False)
     assert sum(line.startswith("staleproof: no watch: ") for line in lines) == 1
-    assert standing.in_service() == ["a", "b", "c", "d"]
+    assert registry.in_service() == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from made_up import imported, planted
 
 from staleproof.vllm import hooks, process, standing
 from staleproof.vllm.hooks import Target
+from staleproof.vllm.standing import registry
 
 FILES = {
     "ops": "def double(x):\n    return 2 * x\n\n\ndef halve(x):\n    return x / 2\n",
@@ -70,7 +71,7 @@ def test_a_worker_in_a_process_of_its_own(vllm, caplog, monkeypatch):
     assert _lines(caplog) == ["staleproof on vLLM 0.18.1, this process: nothing to patch"]
     # The two functions that it waits for are no patches.
     assert "is in place" not in caplog.text
-    assert standing.in_service() == []
+    assert registry.in_service() == []
 
 
 @pytest.mark.parametrize("configured", [True, False])
@@ -126,25 +127,25 @@ def test_a_patch_that_stands_or_is_not_needed_meets_the_requirement(state):
 )
 def test_a_function_without_the_defect_is_not_missed(states, state):
     for number, each in enumerate(states):
-        standing.note("a", f"vllm.ops:{number}", each)
+        registry.of("a").targets[f"vllm.ops:{number}"] = each
     found = process.state("a")
-    standing.forget("a")
+    registry.forget("a")
     assert found == state
 
 
 def test_a_patch_whose_hook_failed_in_a_trace_is_refused_as_soon_as_somebody_asks():
-    standing.note("a", "vllm.ops:double", "in place")
-    standing.failed_in_trace["a"] = "planted"
+    registry.of("a").targets["vllm.ops:double"] = "in place"
+    registry.of("a").failed_in_trace = "planted"
     found = process.state("a")
-    standing.forget("a")
+    registry.forget("a")
     assert found == ("refused", "planted")
 
 
-def test_a_traced_patch_stands_in_part_if_it_is_no_factor_of_the_compile_cache(monkeypatch):
-    monkeypatch.setattr(process, "traced", {"a"})
+def test_a_traced_patch_stands_in_part_if_it_is_no_factor_of_the_compile_cache():
+    registry.of("a").traced = True
     for owner, state in (("a", "in place"), ("b", "in place"), (standing.CACHE, "gone")):
-        standing.note(owner, "vllm.ops:double", state)
+        registry.of(owner).targets["vllm.ops:double"] = state
     found = process.state("a"), process.state("b")
     for owner in ("a", "b", standing.CACHE):
-        standing.forget(owner)
+        registry.forget(owner)
     assert found == (("partly", "gone"), ("in place", ""))

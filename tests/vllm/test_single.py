@@ -7,8 +7,9 @@ from types import SimpleNamespace as Space
 import pytest
 from made_up import planted
 
-from staleproof.vllm import hooks, single, standing
+from staleproof.vllm import hooks, single
 from staleproof.vllm.hooks import Target
+from staleproof.vllm.standing import registry
 
 TEXT = """
 class Manager:
@@ -33,10 +34,9 @@ def managers_fixture(tmp_path, monkeypatch):
     (tmp_path / "managers.py").write_text(TEXT)
     monkeypatch.syspath_prepend(str(tmp_path))
     hooks._places.clear()
-    standing.stepped_back.clear()
     yield importlib.import_module("managers")
     hooks.unwrap("p")
-    standing.forget("p")
+    registry.forget("p")
     del sys.modules["managers"]
 
 
@@ -76,4 +76,4 @@ def test_a_hook_that_raises_leaves_vllms_result_and_the_patch_steps_back(manager
     one = managers.Manager(None)
     single.hook("p", one)
     assert one.allocate(2) == [0, 1]
-    assert "planted" in standing.stepped_back["p"]
+    assert "planted" in registry.reason("p")

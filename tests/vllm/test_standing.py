@@ -10,6 +10,7 @@ from made_up import imported, planted
 from staleproof.vllm import hooks, process, standing
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.sources import Evidence, Sources
+from staleproof.vllm.standing import registry
 
 TEXT = """
 def double(x):
@@ -57,7 +58,7 @@ def test_all_of_them(module, caplog):
         "other is in place (halve)",
         "drain is in place (double)",
     ]
-    assert standing.in_service() == ["other", "drain", "record", "zero"]
+    assert registry.in_service() == ["other", "drain", "record", "zero"]
 
 
 def test_another_package_owns_the_function_that_one_needs(module, caplog):
@@ -70,14 +71,14 @@ def test_another_package_owns_the_function_that_one_needs(module, caplog):
     assert "drain: double is left alone: double was wrapped by" in caplog.text
     assert "out of service: drain; in service: other" in caplog.text
     assert "record: needs drain, which stepped back" in caplog.text
-    assert standing.in_service() == ["other"]
+    assert registry.in_service() == ["other"]
     # One of those that it needs is enough.
     hooks.wrap("both", Target("vllm.b", "halve", ("x",), after=_add(1)), requires=("other", "drain"))
     assert module("b").halve(2) == 1
     # vLLM loads plugins again and again.
     lines = len(caplog.records)
     _wrap_all()
-    assert standing.in_service() == ["other"]
+    assert registry.in_service() == ["other"]
     assert module("b").double(1) == 2
     assert len(caplog.records) == lines
 
@@ -109,7 +110,7 @@ def test_a_target_without_the_defect_is_not_wrapped(module, caplog):
     for needed in (True, False):
         hooks.wrap("other", Target("vllm.a", "double", ("x",), after=_add(1), probe=probe[needed]))
         assert module("a").double(1) == (3 if needed else 2)
-        assert standing.targets("other") == {"vllm.a:double": "in place" if needed else "not needed"}
+        assert registry.targets("other") == {"vllm.a:double": "in place" if needed else "not needed"}
         hooks.unwrap("other")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -125,7 +126,7 @@ def test_hooks_of_every_kind_stop(module, kind):
     }[kind]
     hooks.wrap("other", Target("vllm.a", "double", ("x",), **{kind: hook}))
     assert [module("a").double(1), len(calls)] == [2, 1]
-    standing.step_back("other", "the test says so")
+    registry.step_back("other", "the test says so")
     assert [module("a").double(1), len(calls)] == [2, 1]
 
 
@@ -150,21 +151,21 @@ def test_a_patch_on_the_host_comes_back_a_few_times(module, monkeypatch):
     hooks.wrap("drain", Target("vllm.a", "double", ("x",), after=planted))
     hooks.wrap("record", FIRST, requires=("drain",))
     hooks.wrap("other", Target("vllm.a", "halve", ("x",), after=planted))
-    standing.on_host.add("drain")
+    registry.of("drain").on_host = True
     now = [0.0]
     monkeypatch.setattr(hooks.time, "monotonic", lambda: now[0])
     a, b = module("a"), module("b")
     for time in range(standing.RETRIES):
         assert (a.double(1), b.double(1), a.halve(2)) == (2, 2, 1)
-        assert f"comes back in 60 s ({time + 1} of 3)" in standing.stepped_back["drain"]
-        assert standing.retry(now[0] + standing.WAIT_S - 1) == []
+        assert f"comes back in 60 s ({time + 1} of 3)" in registry.reason("drain")
+        assert registry.retry(now[0] + standing.WAIT_S - 1) == []
         now[0] += standing.WAIT_S
-        assert standing.retry(now[0]) == ["drain, record: in service again"]
+        assert registry.retry(now[0]) == ["drain, record: in service again"]
         assert b.double(1) == 12
     a.double(1)
-    assert "comes back" not in standing.stepped_back["drain"]
-    assert standing.retry(now[0] + 10**6) == []
-    assert {*standing.stepped_back} == {"drain", "record", "other"}
+    assert "comes back" not in registry.reason("drain")
+    assert registry.retry(now[0] + 10**6) == []
+    assert {*registry.out_of_service()} == {"drain", "record", "other"}
 
 
 def test_a_switch_turns_patches_off_and_on_without_touching_others(module):
@@ -172,85 +173,85 @@ def test_a_switch_turns_patches_off_and_on_without_touching_others(module):
     kernel = Target("vllm.b", "halve", ("x",), swap=lambda own: lambda x: own(x) + 1)
     hooks.wrap("swapped", kernel)
     assert (module("a").double(1), module("b").halve(2)) == (102, 12)
-    standing.step_back("other", "it failed")
+    registry.step_back("other", "it failed")
     for off, results in ((["drain", "swapped"], (2, 1)), ([], (102, 12)), (["drain"], (2, 2))):
-        standing.switch(off, "the test")
+        registry.switch(off, "the test")
         hooks.renew()
         assert (module("a").double(1), module("b").halve(2)) == results
-        assert standing.stepped_back["other"] == "it failed"
+        assert registry.reason("other") == "it failed"
     # Somebody else's switch.
-    assert standing.switch([], "another") == []
+    assert registry.switch([], "another") == []
 
 
 def test_what_needs_a_patch_that_is_switched_off_is_off_too_and_not_refused(module):
     hooks.wrap("drain", DRAIN)
     hooks.wrap("record", FIRST, requires=("drain",))
     module("a"), module("b")
-    standing.switch(["drain", "record"], "the test")
+    registry.switch(["drain", "record"], "the test")
     assert [process.state(name)[0] for name in ("drain", "record")] == [process.OFF] * 2
-    standing.switch([], "the test")
+    registry.switch([], "the test")
     assert [process.state(name)[0] for name in ("drain", "record")] == [process.IN_PLACE] * 2
-    standing.step_back("drain", "it failed")
+    registry.step_back("drain", "it failed")
     assert process.state("record") == (process.REFUSED, "needs drain, which stepped back")
 
 
 def test_what_is_out_of_service_for_a_reason_of_its_own_does_not_come_back_with_what_it_needs(module):
     hooks.wrap("drain", DRAIN)
     hooks.wrap("record", FIRST, requires=("drain",))
-    standing.step_back("record", "its hook raised")
-    standing.switch(["drain"], "the test")
-    standing.switch([], "the test")
-    assert standing.stepped_back == {"record": "its hook raised"}
+    registry.step_back("record", "its hook raised")
+    registry.switch(["drain"], "the test")
+    registry.switch([], "the test")
+    assert registry.out_of_service() == {"record": "its hook raised"}
 
 
 def test_what_goes_out_of_service_undoes_what_it_did_and_so_do_those_that_need_it(module, monkeypatch):
     undone = []
     for name in ("drain", "record", "other"):
-        monkeypatch.setitem(standing.undo, name, functools.partial(undone.append, name))
+        monkeypatch.setattr(registry.of(name), "undo", functools.partial(undone.append, name))
     hooks.wrap("drain", DRAIN)
     hooks.wrap("record", FIRST, requires=("drain",))
-    standing.step_back("drain", "it failed")
+    registry.step_back("drain", "it failed")
     assert undone == ["drain", "record"]
-    standing.come_back("drain")
+    registry.come_back("drain")
     # What cannot be undone stops neither vLLM nor the others.
-    monkeypatch.setitem(standing.undo, "drain", planted)
-    standing.step_back("drain", "it failed")
+    monkeypatch.setattr(registry.of("drain"), "undo", planted)
+    registry.step_back("drain", "it failed")
     assert undone == ["drain", "record", "record"]
-    monkeypatch.delitem(standing.undo, "drain")
+    monkeypatch.setattr(registry.of("drain"), "undo", None)
 
 
 def test_a_module_that_is_imported_while_its_patch_is_off_is_patched_later(module):
     hooks.wrap("drain", DRAIN)
-    standing.switch(["drain"], "the test")
+    registry.switch(["drain"], "the test")
     assert module("a").double(1) == 2
-    standing.switch([], "the test")
+    registry.switch([], "the test")
     hooks.renew()
     assert module("a").double(1) == 102
 
 
 def test_what_is_forgotten_does_not_come_back_by_itself():
-    standing.on_host.add("gone")
+    registry.of("gone").on_host = True
     # The second time it is not on the host any more.
     for _ in range(2):
-        standing.step_back("gone", "planted", again_at=0.0)
-        standing.forget("gone")
-        assert standing.retry(1e9) == []
-    standing.step_back("gone", "planted", again_at=0.0)
-    assert standing.retry(1e9) == []
-    standing.forget("gone")
+        registry.step_back("gone", "planted", again_at=0.0)
+        registry.forget("gone")
+        assert registry.retry(1e9) == []
+    registry.step_back("gone", "planted", again_at=0.0)
+    assert registry.retry(1e9) == []
+    registry.forget("gone")
     # Nor does it count how often that one came back.
     for _ in range(standing.RETRIES + 1):
-        standing.on_host.add("gone")
-        standing.step_back("gone", "planted", again_at=0.0)
-        assert "(1 of 3)" in standing.stepped_back["gone"]
-        standing.forget("gone")
+        registry.of("gone").on_host = True
+        registry.step_back("gone", "planted", again_at=0.0)
+        assert "(1 of 3)" in registry.reason("gone")
+        registry.forget("gone")
 
 
 def test_what_logs_the_patches_and_what_keys_the_cache_are_no_patches():
     owners = standing.REPORT, standing.CACHE, "a"
     for owner in owners:
-        standing.note(owner, "vllm.ops:double", "in place")
-    served = standing.in_service()
+        registry.of(owner).targets["vllm.ops:double"] = "in place"
+    served = registry.in_service()
     for owner in owners:
-        standing.forget(owner)
+        registry.forget(owner)
     assert served == ["a"]

@@ -14,6 +14,7 @@ from made_up import imported, planted, planted_at_the_end
 from staleproof.vllm import hooks, patch, standing
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.plugin import patches
+from staleproof.vllm.standing import registry
 
 OPS = """
 import torch
@@ -238,8 +239,8 @@ def test_a_failing_hook_leaves_the_call_to_vllm_and_is_named_after_the_trace(vll
 
 
 def test_a_graph_is_not_saved_once_the_key_of_the_cache_has_stepped_back():
-    standing.step_back(standing.CACHE, "planted")
+    registry.step_back(standing.CACHE, "planted")
     try:
         assert patch._unproved() == "planted"
     finally:
-        standing.forget(standing.CACHE)
+        registry.forget(standing.CACHE)

@@ -14,8 +14,9 @@ from tests.made import arrived
 
 from staleproof import device as devices
 from staleproof.evidence.board import Board
-from staleproof.vllm import standing, watch_blocks, watch_client, watch_hooks, watch_memory, watch_port
 from staleproof.vllm import watch as watches
+from staleproof.vllm import watch_blocks, watch_client, watch_hooks, watch_memory, watch_port
+from staleproof.vllm.standing import registry
 from staleproof.vllm.watch import Watch
 
 pytest.importorskip("prometheus_client")
@@ -202,7 +203,7 @@ def test_the_engine_survives_an_exception_anywhere_in_the_watch(start, monkeypat
     assert torch.equal(first, last)
     assert first[0].tolist() == [2.0] * 8
     assert sum("RuntimeError: planted" in line for line in caplog.messages) == 1
-    assert standing.stepped_back["watch"], "it is out of service, and costs nothing more"
+    assert registry.reason("watch"), "it is out of service, and costs nothing more"
 
 
 def test_the_made_up_engine_has_vllms_names():

@@ -18,7 +18,8 @@ from tests.made import arrived
 
 from staleproof import device
 from staleproof.cli import app as cli
-from staleproof.vllm import standing, watch_client, watch_port
+from staleproof.vllm import watch_client, watch_port
+from staleproof.vllm.standing import registry
 from staleproof.vllm.watch import Reading, Settings, Watch
 from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
 from staleproof.vllm.watch_memory import Memory
@@ -209,7 +210,7 @@ def test_a_forked_child_does_not_keep_the_port():
 
 def test_a_count_is_there_before_anything_was_counted(url, monkeypatch):
     """Prometheus sees an increase only of a series that had a value before."""
-    monkeypatch.setitem(standing.counters, "unwritten_hits", lambda: 0)
+    monkeypatch.setitem(registry.of("watch").counters, "unwritten_hits", lambda: 0)
     assert b"\nstaleproof_unwritten_hits_total 0.0\n" in _get(url, "/metrics")[1]
 
 
@@ -295,4 +296,4 @@ def test_a_scrape_that_fails_is_one_line_and_the_counts_are_out_of_service(caplo
     monkeypatch.setattr(watch_port.live, "health", lambda required: 1 / 0)
     assert [_get(url, path)[0] for path in ("/health", "/metrics")] == [503, 503]
     assert "Traceback" not in capfd.readouterr().err
-    standing.forget("watch")
+    registry.forget("watch")

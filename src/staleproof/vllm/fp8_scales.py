@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from staleproof.vllm import standing
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target, warn_once
 from staleproof.vllm.sources import Evidence, Sources, file_of
+from staleproof.vllm.standing import registry
 
 NAME = "fp8_scale"
 CONTEXT, ENVS = "vllm.forward_context", "vllm.envs"
@@ -97,7 +97,7 @@ def started(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     worker = args[0]
     why = not_a_row_a_token(worker.vllm_config.parallel_config)
     _counts[worker.device] = why or Count(worker.device)
-    standing.undo[NAME] = all_live
+    registry.of(NAME).undo = all_live
     return result
 
 
@@ -116,7 +116,7 @@ def begin_step(args: Arguments, kwargs: Keywords) -> None:
     if isinstance(count, Count) and tokens and not argument(args, kwargs, 3, "dummy_run"):
         count.say(tokens)
         # Switched off by another thread, after this call was let through.
-        if NAME in standing.stepped_back:
+        if registry.reason(NAME) is not None:
             all_live()
 
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from staleproof.vllm import standing
 from staleproof.vllm.arguments import Arguments, Keywords, names_of, package_of, python_of, stranger_at
 from staleproof.vllm.sources import Evidence, PatchError, Sources, file_of
+from staleproof.vllm.standing import IN_PLACE, WAITING, Installed, registry
 
 # A child of vLLM's logger, so that vLLM's handlers and levels apply.
 logger = logging.getLogger("vllm.staleproof")
@@ -117,9 +117,8 @@ class Target:
         return len(args) <= len(self.arguments) and all(known)
 
 
-# Warnings that were logged and patches that were announced: one line each, not one a step.
+# Warnings that were logged: one line each, not one a step.
 _warned: set[str] = set()
-_announced: set[str] = set()
 
 
 def warn_once(text: str | None, level: int = logging.WARNING) -> None:
@@ -138,17 +137,20 @@ def _failed(hook: _Hook, what: str, error: BaseException) -> None:
     import torch
 
     if torch.compiler.is_compiling():
-        _note_failure(hook.owner, hook.target.name, what, type(error).__name__)
+        _note_failure(hook.patch.name, hook.target.name, what, type(error).__name__)
         return
     reason = f"vLLM's own code runs: {type(error).__name__}: {error}"
     again_at = time.monotonic()
-    out_of_service(standing.step_back(hook.owner, f"{what} of {hook.target.name} failed, {reason}", again_at))
+    why = f"{what} of {hook.target.name} failed, {reason}"
+    out_of_service(registry.step_back(hook.patch.name, why, again_at))
 
 
-def _note_failure(owner: str, name: str, what: str, error: str) -> bool:
+def _note_failure(patch: str, name: str, what: str, error: str) -> bool:
     """Note that a hook raised while torch.compile traced it. Dynamo runs this, and puts True in its place."""
+    # By its name: Dynamo passes on nothing but constants.
+    failed = registry.of(patch)
     text = f"{what} of {name} failed while torch.compile traced it ({error}), vLLM's own code is in the graph"
-    standing.failed_in_trace.setdefault(owner, text)
+    failed.failed_in_trace = failed.failed_in_trace or text
     return True
 
 
@@ -158,28 +160,29 @@ _note_failure._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def settle() -> None:
     """Let the patches step back whose hooks raised in a trace. Call it when no trace runs."""
-    for owner, why in [*standing.failed_in_trace.items()]:
-        out_of_service(standing.step_back(owner, why))
+    for patch in [*registry.patches.values()]:
+        if patch.failed_in_trace is not None:
+            out_of_service(registry.step_back(patch.name, patch.failed_in_trace))
 
 
 class _Hook(NamedTuple):
-    """One target of the patch named ``owner``."""
+    """One target of an installed patch."""
 
-    owner: str
+    patch: Installed
     target: Target
     force: bool
 
 
 def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
     """Return ``original`` with the hooks of one target around it; an error in a hook is contained."""
-    owner, target = hook.owner, hook.target
+    patch, target = hook.patch, hook.target
     # A call reads only its closure: after a step of the model little else is still in the core's cache.
-    stepped_back, instead, knows = standing.stepped_back, target.instead, target.knows
+    instead, knows = target.instead, target.knows
     before, after, most = target.before, target.after, len(target.arguments)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if owner in stepped_back:
+        if patch.reason is not None:
             return original(*args, **kwargs)
         if instead is not None and (knows(args, kwargs) if kwargs else len(args) <= most):
             try:
@@ -196,7 +199,7 @@ def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
             except (Exception, SystemExit) as error:
                 _failed(hook, "preparing a call", error)
         result = original(*args, **kwargs) if given is None else original(*given[0], **given[1])
-        if after is not None and owner not in stepped_back:
+        if after is not None and patch.reason is None:
             try:
                 return after(result, args, kwargs)
             except (Exception, SystemExit) as error:
@@ -209,7 +212,7 @@ def _wrapped(original: Callable[..., Any], hook: _Hook) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def call_inside(*args: Any, **kwargs: Any) -> Any:
-        if owner in standing.stepped_back:
+        if patch.reason is not None:
             return original(*args, **kwargs)
         entered = None
         try:
@@ -242,7 +245,7 @@ class _Place:
         self.hooks: list[_Hook] = []
 
     def add(self, hook: _Hook) -> bool:
-        if any(other.owner == hook.owner for other in self.hooks):
+        if any(other.patch is hook.patch for other in self.hooks):
             return False
         self.hooks.append(hook)
         try:
@@ -252,16 +255,15 @@ class _Place:
             raise
         return True
 
-    def remove(self, owner: str) -> None:
-        kept = [hook for hook in self.hooks if hook.owner != owner]
+    def remove(self, name: str) -> None:
+        kept = [hook for hook in self.hooks if hook.patch.name != name]
         if len(kept) == len(self.hooks):
             return
         if vars(self.holder)[self.attribute] is not self.current:
-            warn_once(f"{owner} stays: another package has wrapped {self.attribute} since")
+            warn_once(f"{name} stays: another package has wrapped {self.attribute} since")
             return
         self.hooks = kept
         self._install()
-        _announced.discard(owner)
 
     def _install(self) -> None:
         before, self.current = self.current, self.original
@@ -269,7 +271,7 @@ class _Place:
             swap = hook.target.swap
             if swap is None:
                 self.current = _wrapped(self.current, hook)
-            elif hook.owner not in standing.stepped_back:
+            elif hook.patch.reason is None:
                 self.current = swap(self.current)
         setattr(self.holder, self.attribute, self.current)
         # Modules that imported it by name, before us or since, call the same.
@@ -333,16 +335,16 @@ def _found(module: ModuleType, name: str) -> tuple[Any, str, Any]:
 _places: dict[tuple[str, str], _Place] = {}
 
 
-def checked(owner: str) -> dict[str, str]:
+def checked(patch: str) -> dict[str, str]:
     """Return the targets of a patch and their states, of which ``in place`` is looked at anew.
 
     The state of one that is bypassed is who calls something else there.
     """
-    states = standing.targets(owner)
+    states = registry.targets(patch)
     for place in [*_places.values()]:
         key = f"{place.module}:{place.name}"
-        if states.get(key) == "in place" and any(hook.owner == owner for hook in place.hooks):
-            states[key] = place.bypassed() or "in place"
+        if states.get(key) == IN_PLACE and any(hook.patch.name == patch for hook in place.hooks):
+            states[key] = place.bypassed() or IN_PLACE
     return states
 
 
@@ -350,7 +352,7 @@ def renew() -> None:
     """Put in place what came back in service, and vLLM's own objects back where an exchange is out of it."""
     for name, watched in [*_watched.items()]:
         for hook in [*watched]:
-            if name in sys.modules and standing.targets(hook.owner).get(hook.target.place) == "waiting":
+            if name in sys.modules and hook.patch.targets.get(hook.target.place) == WAITING:
                 _install(sys.modules[name], hook)
     for place in [*_places.values()]:
         if any(hook.target.swap for hook in place.hooks) and place.bypassed() is None:
@@ -359,12 +361,12 @@ def renew() -> None:
 
 def _install(module: ModuleType, hook: _Hook) -> None:
     """Put one hook in place; if that fails, log one line with the reason."""
-    owner, target, force = hook
-    if owner in standing.stepped_back:
+    patch, target, force = hook
+    if patch.reason is not None:
         return
     try:
         if target.probe is not None and not target.probe(Sources(package_of(module))).needed:
-            standing.note(owner, target.place, "not needed")
+            patch.targets[target.place] = "not needed"
             return
         key = module.__name__, target.name
         place = _places.get(key)
@@ -374,32 +376,31 @@ def _install(module: ModuleType, hook: _Hook) -> None:
         if stranger is not None and not force:
             raise PatchError(
                 f"{target.name} was wrapped by {stranger} before; "
-                f"STALEPROOF_PATCHES=+{owner} wraps it all the same"
+                f"STALEPROOF_PATCHES=+{patch.name} wraps it all the same"
             )
         if stranger is None:  # Otherwise it may take any arguments and pass them on.
             target.check_loaded(place.original)
         _places[key] = place
         if place.add(hook):
-            standing.note(owner, target.place, "in place")
-            level = logging.INFO if _is_in_place(owner) else logging.DEBUG
-            logger.log(level, "staleproof: %s is in place (%s)", owner, target.name)
+            patch.targets[target.place] = IN_PLACE
+            level = logging.INFO if _is_news(patch) else logging.DEBUG
+            logger.log(level, "staleproof: %s is in place (%s)", patch.name, target.name)
     except (Exception, SystemExit) as error:
-        standing.note(owner, target.place, str(error))
+        patch.targets[target.place] = str(error)
         if target.vital:
-            out_of_service(standing.step_back(owner, f"{target.name} is left alone: {error}"))
+            out_of_service(registry.step_back(patch.name, f"{target.name} is left alone: {error}"))
         else:
-            warn_once(f"{owner} leaves {target.name} alone: {error}")
+            warn_once(f"{patch.name} leaves {target.name} alone: {error}")
 
 
-def _is_in_place(owner: str) -> bool:
-    """Say, once, that a patch works: its vital targets are wrapped, and one of the others, if any."""
-    states = standing.targets(owner)
-    ours = {hook.target for hooks in _watched.values() for hook in hooks if hook.owner == owner}
-    vital = [states[target.place] == "in place" for target in ours if target.vital]
-    others = [states[target.place] == "in place" for target in ours if not target.vital]
-    if owner in _announced or not all(vital) or (others and not any(others)):
+def _is_news(patch: Installed) -> bool:
+    """Whether a patch works since now: its vital targets are wrapped, and one of the others, if any."""
+    ours = {hook.target for hooks in _watched.values() for hook in hooks if hook.patch is patch}
+    vital = [patch.targets[target.place] == IN_PLACE for target in ours if target.vital]
+    others = [patch.targets[target.place] == IN_PLACE for target in ours if not target.vital]
+    if patch.announced or not all(vital) or (others and not any(others)):
         return False
-    _announced.add(owner)
+    patch.announced = True
     return True
 
 
@@ -456,24 +457,24 @@ class _Finder(importlib.abc.MetaPathFinder):
 _finder = _Finder()
 
 
-def wrap(owner: str, *targets: Target, requires: Sequence[str] = (), force: bool = False) -> None:
+def wrap(name: str, *targets: Target, requires: Sequence[str] = (), force: bool = False) -> None:
     """Put the hooks of a patch in place, now or when vLLM imports their modules; twice changes nothing.
 
     It steps back if a vital target cannot be wrapped, or if a patch that it requires stepped back.
 
     Args:
-        owner: name of the patch.
+        name: of the patch.
         targets: the functions and their hooks.
         requires: patches without which this one would do harm.
         force: wrap a function even if another package has wrapped it before.
     """
-    out_of_service(standing.arm(owner, requires))
-    if owner in standing.stepped_back:
+    out_of_service(registry.install(name, requires))
+    patch = registry.of(name)
+    if patch.reason is not None:
         return
     for target in targets:
-        hook = _Hook(owner, target, force)
-        if target.place not in standing.targets(owner):
-            standing.note(owner, target.place, "waiting")
+        hook = _Hook(patch, target, force)
+        patch.targets.setdefault(target.place, WAITING)
         watched = _watched.setdefault(target.module, [])
         if all(other[:2] != hook[:2] for other in watched):
             watched.append(hook)
@@ -483,17 +484,17 @@ def wrap(owner: str, *targets: Target, requires: Sequence[str] = (), force: bool
         module = sys.modules.get(target.module)
         # A module that is being imported right now gets its hooks from our loader, if it uses that.
         if module is not None and not getattr(module.__spec__, "_initializing", False):
-            _install(module, _Hook(owner, target, force))
+            _install(module, _Hook(patch, target, force))
 
 
-def unwrap(owner: str) -> None:
+def unwrap(name: str) -> None:
     """Remove all hooks of one patch, and stop waiting for the modules of its targets."""
     for module, hooks in [*_watched.items()]:
-        hooks[:] = [hook for hook in hooks if hook.owner != owner]
+        hooks[:] = [hook for hook in hooks if hook.patch.name != name]
         if not hooks:
             del _watched[module]
     for place in _places.values():
-        place.remove(owner)
-    standing.forget(owner)
+        place.remove(name)
+    registry.forget(name)
     if not _watched and _finder in sys.meta_path:
         sys.meta_path.remove(_finder)

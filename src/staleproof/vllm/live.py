@@ -23,9 +23,10 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from staleproof.vllm import hooks, process, standing
+from staleproof.vllm import hooks, process
 from staleproof.vllm.hooks import logger, warn_once
 from staleproof.vllm.process import IN_PLACE, NOT_NEEDED, OFF, PARTLY, REFUSED, WAITING
+from staleproof.vllm.standing import registry
 
 FOLDER, SWITCH = "STALEPROOF_SERVER", "STALEPROOF_SWITCH"
 BEAT_S = 1.0
@@ -67,7 +68,7 @@ class Here:
             "vllm": self.version,
             "model": self.model,
             "ready": self.ready,
-            "counts": {name: read() for name, read in standing.counters.items()},
+            "counts": {name: read() for name, read in registry.counters().items()},
             "patches": self.found(),
         }
 
@@ -132,7 +133,7 @@ def tick() -> None:
     """What the thread does each second."""
     for here in _here:
         look_at_switch(os.environ.get(SWITCH), here)
-        _say(standing.retry(time.monotonic()))
+        _say(registry.retry(time.monotonic()))
         here.publish()
 
 
@@ -165,7 +166,7 @@ def look_at_switch(path: str | None, here: Here) -> None:
     # A word that names a patch means that patch, also where its incident has the same name.
     incidents = words - {*here.incidents}
     off = [n for n in here.names if n in words or incidents & {"all", here.incidents[n]}]
-    _say(standing.switch(off, path))
+    _say(registry.switch(off, path))
 
 
 def gather() -> list[dict[str, Any]]:

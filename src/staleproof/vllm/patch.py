@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from staleproof.vllm import hooks, standing
+from staleproof.vllm import hooks
 from staleproof.vllm.arguments import Arguments, Keywords
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.sources import Evidence, PatchError, Sources, within
+from staleproof.vllm.standing import CACHE, IN_PLACE, WAITING, Installed, registry
 
 # vLLM names the folders of its compile caches after a hash of these factors, among others.
 FACTORS = "vllm.envs", "compile_factors"
@@ -27,7 +28,7 @@ SAVE = "save_compiled_function"
 # The factors of the last key that vLLM was given, and those under which it saves what Dynamo traces now.
 _factors: dict[str, str] = {}
 _begun: dict[str, str] = {}
-LASTING = {"waiting", "in place"}
+LASTING = {WAITING, IN_PLACE}
 # In the key of what no later start may load.
 UNPROVED = f"unproved {uuid.uuid4()}"
 
@@ -40,19 +41,19 @@ def key_factors() -> dict[str, str]:
     process, because a part of the graph has vLLM's own code.
     """
     factors = {}
-    for patch in sorted(traced):
-        states = hooks.checked(patch)
+    for patch in sorted(_traced(), key=lambda patch: patch.name):
+        states = hooks.checked(patch.name)
         wrapped = " ".join(sorted(place for place, state in states.items() if state in LASTING))
-        if patch in standing.failed_in_trace:
+        if patch.failed_in_trace is not None:
             wrapped = UNPROVED
-        elif patch in standing.stepped_back:
+        elif patch.reason is not None:
             continue
-        factors[f"STALEPROOF_{patch.upper()}"] = wrapped
+        factors[f"STALEPROOF_{patch.name.upper()}"] = wrapped
     return factors
 
 
-# The patches in this process that torch.compile may trace.
-traced: set[str] = set()
+def _traced() -> list[Installed]:
+    return [patch for patch in [*registry.patches.values()] if patch.traced]
 
 
 def _add(result: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -63,11 +64,11 @@ def _add(result: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 def _unproved() -> str | None:
     """Say why a graph that was just traced must not be saved under the last key."""
-    bypassed = {*hooks.checked(standing.CACHE).values()} - LASTING
-    if standing.CACHE in standing.stepped_back or bypassed:
-        return "; ".join(bypassed) or standing.stepped_back[standing.CACHE]
-    if standing.failed_in_trace:
-        return "; ".join(standing.failed_in_trace.values())
+    bypassed = {*hooks.checked(CACHE).values()} - LASTING
+    if bypassed or registry.reason(CACHE) is not None:
+        return "; ".join(bypassed) or registry.reason(CACHE)
+    if failed := [*filter(None, (patch.failed_in_trace for patch in registry.patches.values()))]:
+        return "; ".join(failed)
     return "patches changed while it was traced" if key_factors() != _begun else None
 
 
@@ -216,21 +217,18 @@ class Patch:
         requires = self.requires
         if self.traced:
             # It is no patch: that it is in place is no news.
-            hooks._announced.add(standing.CACHE)
-            hooks.wrap(standing.CACHE, *CACHE_TARGETS)
-            traced.add(self.name)
-            requires = (*requires, standing.CACHE)
-        if self.on_host:
-            standing.on_host.add(self.name)
+            registry.of(CACHE).announced = True
+            hooks.wrap(CACHE, *CACHE_TARGETS)
+            requires = (*requires, CACHE)
+        installed = registry.of(self.name)
+        installed.traced, installed.on_host = self.traced, self.on_host
         hooks.wrap(self.name, *self.targets_for(version), requires=requires, force=force)
 
     def revert(self) -> None:
         """Give vLLM its own functions back, and stop waiting for its imports."""
         hooks.unwrap(self.name)
-        if self.name in traced:
-            traced.discard(self.name)
-            if not traced:
-                hooks.unwrap(standing.CACHE)
+        if self.traced and not _traced():
+            hooks.unwrap(CACHE)
 
     @contextmanager
     def applied(self, version: str) -> Iterator[None]:

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from staleproof.vllm import live, process, standing
+from staleproof.vllm import live, process
 from staleproof.vllm.hooks import out_of_service, warn_once
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.patches import NOTEBOOKS
 from staleproof.vllm.releases import TABLE, neighbours, release, table
 from staleproof.vllm.sources import Evidence, NotShippedError, PatchError, Sources, installed
+from staleproof.vllm.standing import registry
 
 VARIABLE = "STALEPROOF_PATCHES"
 UNKNOWN = "STALEPROOF_UNKNOWN"
@@ -295,7 +296,7 @@ def _apply(here: live.Here) -> None:
                 # The other patches stay in place, except those that require this one.
                 decision.patch.revert()
                 state, why = REFUSED, f"applying it failed: {type(error).__name__}: {error}"
-                out_of_service(standing.step_back(name, why))
+                out_of_service(registry.step_back(name, why))
         by_state.setdefault(state, []).append(name)
         if state != WILL:
             here.decided[name] = state, why

@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from staleproof.vllm import hooks, standing
+from staleproof.vllm import hooks
 from staleproof.vllm.hooks import Target, logger, warn_once
-from staleproof.vllm.patch import traced
+from staleproof.vllm.standing import CACHE, REPORT, registry
 
 # By now all modules that this process needs are imported. A worker may share the engine's process.
 ENGINE = "vllm.v1.engine.core", "EngineCore.__init__"
@@ -44,19 +44,18 @@ def state(name: str) -> tuple[str, str]:
         ``in place``, ``partly``, ``refused``, ``off`` (switched off), ``not needed`` or, if vLLM has
         imported none of its targets here, ``will be patched``; and the reason, or an empty text.
 
-    >>> standing.note("a", "vllm.ops:double", "in place")
-    >>> standing.note("a", "vllm.ops:halve", "halve was wrapped by other")
+    >>> registry.of("a").targets |= {"vllm.ops:double": "in place", "vllm.ops:halve": "wrapped by other"}
     >>> state("a")
-    ('partly', 'halve was wrapped by other')
-    >>> standing.forget("a")
+    ('partly', 'wrapped by other')
+    >>> registry.forget("a")
     """
     hooks.settle()
-    why = standing.stepped_back.get(name)
+    why = registry.reason(name)
     if why is not None:
-        return (OFF if standing.is_switched_off(name) else REFUSED), why
+        return (OFF if registry.is_switched_off(name) else REFUSED), why
     states = [*hooks.checked(name).values()]
-    if name in traced and IN_PLACE in states:
-        states += hooks.checked(standing.CACHE).values()
+    if IN_PLACE in states and registry.of(name).traced:
+        states += hooks.checked(CACHE).values()
     left = [value for value in states if value not in (IN_PLACE, "waiting", NOT_NEEDED)]
     if IN_PLACE in states:
         return (PARTLY, "; ".join(left)) if left else (IN_PLACE, "")
@@ -122,10 +121,10 @@ def watch(ready: Callable[[Any], None]) -> None:
 
     # Two functions that everything needs: that they are wrapped is no news. Exchanged, and not hooked,
     # because what a hook raises is contained.
-    hooks._announced.add(standing.REPORT)
+    registry.of(REPORT).announced = True
     for place in (ENGINE, WORKER):
         swap = functools.partial(starting, place == ENGINE)
-        hooks.wrap(standing.REPORT, Target(*place, ("self",), swap=swap))
+        hooks.wrap(REPORT, Target(*place, ("self",), swap=swap))
 
 
 def contained(call: Callable[[], Any], what: str) -> Any:

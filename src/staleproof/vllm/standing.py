@@ -1,4 +1,4 @@
-"""Which patches stand in this process, and which are out of service with those that require them.
+"""The patches that are installed in this process: where each is in place, and whether it is in service.
 
 A patch goes out of service if a function that it cannot do without is not as expected, if one of its hooks
 raises, or if the operator switches it off. The patches that require it go along, because half of a fix can
@@ -10,182 +10,209 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
-# Patch -> why it is out of service. The wrappers read it at each call.
-stepped_back: dict[str, str] = {}
-# Patch -> its hook that raised while torch.compile traced a call. Kept apart from the above until the trace
-# is over: Dynamo guards what a trace reads, and ends with an error if that changes meanwhile.
-failed_in_trace: dict[str, str] = {}
-_targets: dict[str, dict[str, str]] = {}
-_requires: dict[str, tuple[str, ...]] = {}
-_lock = threading.Lock()
-# Owners that are no patches: what logs what stands, and what makes the traced patches factors of vLLM's
-# compile cache.
+# Installed like patches, and none themselves: what logs the patches, and what makes the traced patches
+# factors of vLLM's compile cache.
 REPORT, CACHE = "report", "compile cache"
 # How often a patch comes back after a hook that raised, and how many seconds later.
 RETRIES, WAIT_S = 3, 60.0
-# Patches whose hooks run on the host alone. Others may be missing in a graph that was captured meanwhile.
-on_host: set[str] = set()
-_tries: Counter[str] = Counter()
-# Patch -> when it comes back.
-_due: dict[str, float] = {}
 SWITCHED = "switched off by "
-# Patch -> called as it goes out of service, to reset memory that its kernels in captured graphs still read.
-undo: dict[str, Callable[[], None]] = {}
-# Name of a metric without staleproof_ -> reads it. Patches and detectors on the host may add theirs; any
-# process of the server may be asked for the sum over all.
-counters: dict[str, Callable[[], int]] = {}
+WAITING, IN_PLACE = "waiting", "in place"
 
 
-def arm(owner: str, requires: Sequence[str]) -> str | None:
-    """Say which patches one requires, before it is put in place.
+@dataclass(eq=False)
+class Installed:
+    """One patch in this process.
 
-    Returns:
-        A line for the log if one of those has stepped back, and this one now did as well.
+    Attributes:
+        name: of the patch.
+        reason: why it is out of service; ``None``: it is in service. Its wrappers read this at each call.
+        failed_in_trace: the hook that raised while torch.compile traced a call. Not ``reason``, until the
+            trace is over: Dynamo guards what a trace reads, and ends with an error if that changes meanwhile.
+        targets: ``module:function`` -> ``waiting`` for vLLM to import the module, ``in place``, ``not
+            needed``, or the reason why the function is left alone.
+        requires: the patches without which this one would do harm.
+        on_host: its hooks run on the host alone. The hooks of others may be missing in a graph that was
+            captured while they were out of service, so these do not come back by themselves.
+        retries: how often it was scheduled to come back.
+        due: when it comes back, in seconds of ``time.monotonic``.
+        undo: called as it goes out of service, to reset memory that its kernels in captured graphs read.
+        counters: name of a metric without ``staleproof_`` -> reads it. Any process of the server may be asked
+            for the sum over all processes.
+        traced: torch.compile may trace its targets.
+        announced: the log has said that it is in place, or does not need to say so.
+    """
 
-    >>> arm("a", ()), arm("b", ["a"])
+    name: str
+    reason: str | None = None
+    failed_in_trace: str | None = None
+    targets: dict[str, str] = field(default_factory=dict)
+    requires: tuple[str, ...] = ()
+    on_host: bool = False
+    retries: int = 0
+    due: float | None = None
+    undo: Callable[[], None] | None = None
+    counters: dict[str, Callable[[], int]] = field(default_factory=dict)
+    traced: bool = False
+    announced: bool = False
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether a target is in place, or waits for its import."""
+        return not {WAITING, IN_PLACE}.isdisjoint(self.targets.values())
+
+    def reset(self) -> None:
+        """Forget everything but ``undo``: graphs that were captured before may be replayed after a revert."""
+        vars(self).update(vars(Installed(self.name, undo=self.undo)))
+
+
+def _needs(name: str) -> str:
+    return f"needs {name}, which stepped back"
+
+
+class Registry:
+    """All patches of this process, and the lock under which they go out of service.
+
+    Attributes:
+        patches: by name, in the order in which they were installed.
+
+    >>> patches = Registry()
+    >>> patches.install("a", ()), patches.install("b", ["a"])
     (None, None)
-    >>> step_back("a", "its hook raised")
+    >>> patches.step_back("a", "its hook raised")
     'a: its hook raised; out of service: a, b; in service: nothing'
-    >>> arm("c", ["a"])
+    >>> patches.install("c", ["a"])
     'c: needs a, which stepped back; out of service: c; in service: nothing'
-    >>> forget("a"), forget("b"), forget("c")
-    (None, None, None)
+    >>> patches.come_back("a"), patches.reason("a")
+    ('a, b, c: in service again', None)
     """
-    _requires[owner] = tuple(requires)
-    missing = next((name for name in requires if name in stepped_back), None)
-    return None if missing is None else step_back(owner, _needs(missing))
+
+    def __init__(self) -> None:
+        self.patches: dict[str, Installed] = {}
+        # A wrapper that others hold on to reads its patch for good: installed again, it is the same object.
+        self._forgotten: dict[str, Installed] = {}
+        self._lock = threading.Lock()
+
+    def of(self, name: str) -> Installed:
+        """Return the patch of this name; a blank one if it is not installed."""
+        if name not in self.patches:
+            self.patches[name] = self._forgotten.pop(name, Installed(name))
+        return self.patches[name]
+
+    def reason(self, name: str) -> str | None:
+        """Return why a patch is out of service; ``None`` if it is in service, or not installed."""
+        return self.patches[name].reason if name in self.patches else None
+
+    def targets(self, name: str) -> dict[str, str]:
+        """Return a copy of the targets of a patch and their states; empty if it is not installed."""
+        return dict(self.patches[name].targets) if name in self.patches else {}
+
+    def out_of_service(self) -> dict[str, str]:
+        """Return the patches that are out of service, and why."""
+        return {patch.name: patch.reason for patch in [*self.patches.values()] if patch.reason is not None}
+
+    def in_service(self) -> list[str]:
+        """Return the patches that have a target in place or waiting, and did not step back."""
+        patches = [patch for patch in [*self.patches.values()] if patch.is_lasting and patch.reason is None]
+        return [patch.name for patch in patches if patch.name not in (REPORT, CACHE)]
+
+    def counters(self) -> dict[str, Callable[[], int]]:
+        """Return the metrics of all patches."""
+        return {name: read for patch in [*self.patches.values()] for name, read in patch.counters.items()}
+
+    def install(self, name: str, requires: Sequence[str]) -> str | None:
+        """Say which patches one requires, before it is put in place.
+
+        Returns:
+            A line for the log if one of those has stepped back, and this one now did as well.
+        """
+        self.of(name).requires = tuple(requires)
+        missing = next((other for other in requires if self.reason(other) is not None), None)
+        return None if missing is None else self.step_back(name, _needs(missing))
+
+    def step_back(self, name: str, why: str, again_at: float | None = None) -> str | None:
+        """Take a patch, and all patches that require it, out of service: their hooks do nothing any more.
+
+        The wrappers stay where they are, because vLLM may hold references to them.
+
+        Args:
+            name: of the patch.
+            why: the reason.
+            again_at: when it failed, in seconds, if what failed may work later; see :meth:`retry`.
+
+        Returns:
+            A line for the log, or ``None`` if the patch had stepped back before.
+        """
+        with self._lock:
+            patch = self.of(name)
+            if patch.reason is not None:
+                return None
+            if again_at is not None and patch.on_host and patch.retries < RETRIES:
+                patch.retries += 1
+                patch.due = again_at + WAIT_S
+                why += f"; comes back in {WAIT_S:.0f} s ({patch.retries} of {RETRIES})"
+            patch.reason = why
+            along = [patch]
+            for one in along:
+                along += [p for p in [*self.patches.values()] if one.name in p.requires and p not in along]
+            for one in along:
+                if one.reason is None:
+                    one.reason = _needs(name)
+            left = ", ".join(self.in_service()) or "nothing"
+        for one in along:
+            with contextlib.suppress(Exception):
+                if one.undo is not None:
+                    one.undo()
+        return f"{name}: {why}; out of service: {', '.join(p.name for p in along)}; in service: {left}"
+
+    def come_back(self, name: str) -> str:
+        """Put a patch back in service, with those that went along with it; return a line for the log."""
+        with self._lock:
+            along = [patch for patch in self.patches.values() if patch.reason == _needs(name)]
+            back = [self.of(name), *along]
+            back[0].due = None
+            for patch in back:
+                patch.reason = None
+        return f"{', '.join(patch.name for patch in back)}: in service again"
+
+    def retry(self, now: float) -> list[str]:
+        """Put back in service whose time has come, at ``now`` seconds; return lines for the log."""
+        due = [p.name for p in [*self.patches.values()] if p.due is not None and now >= p.due]
+        return [self.come_back(name) for name in due]
+
+    def switch(self, off: Collection[str], by: str) -> list[str]:
+        """Switch these patches off, and those on again that ``by`` has switched off before.
+
+        Args:
+            off: names of patches.
+            by: what switches, e.g. a file.
+
+        Returns:
+            Lines for the log.
+        """
+        patches = [*self.patches.values()]
+        on = [p.name for p in patches if p.reason == SWITCHED + by and p.name not in off]
+        lines = [self.come_back(name) for name in on]
+        known = [patch.name for patch in patches if patch.targets and patch.name in off]
+        return lines + [line for name in known if (line := self.step_back(name, SWITCHED + by)) is not None]
+
+    def is_switched_off(self, name: str) -> bool:
+        """Whether a patch is out of service because it, or one that it needs, was switched off."""
+        why = self.reason(name) or ""
+        out = self.out_of_service()
+        off = [other for other, reason in out.items() if reason.startswith(SWITCHED)]
+        return why.startswith(SWITCHED) or why in map(_needs, off)
+
+    def forget(self, name: str) -> None:
+        """Forget everything about a patch, when it is reverted."""
+        patch = self.patches.pop(name, None)
+        if patch is not None:
+            if patch.undo is not None:
+                patch.undo()
+            patch.reset()
+            self._forgotten[name] = patch
 
 
-def note(owner: str, place: str, state: str) -> None:
-    """Keep what became of one target.
-
-    Args:
-        owner: name of the patch.
-        place: ``module:function``.
-        state: ``waiting`` for vLLM to import the module, ``in place``, ``not needed``, or the reason
-            why the function is left alone.
-
-    >>> note("a", "vllm.ops:double", "in place")
-    >>> targets("a")
-    {'vllm.ops:double': 'in place'}
-    >>> forget("a")
-    """
-    _targets.setdefault(owner, {})[place] = state
-
-
-def targets(owner: str) -> dict[str, str]:
-    """Return the targets of a patch and their states; see :func:`note`.
-
-    >>> targets("a")
-    {}
-    """
-    return dict(_targets.get(owner, {}))
-
-
-def in_service() -> list[str]:
-    """Return the patches that have a target in place or waiting, and did not step back.
-
-    >>> note("a", "vllm.ops:double", "waiting")
-    >>> in_service()
-    ['a']
-    >>> forget("a")
-    """
-    lasting = {"waiting", "in place"}
-    patches = [name for name in _targets if name not in stepped_back and name not in (REPORT, CACHE)]
-    return [name for name in patches if lasting & {*_targets[name].values()}]
-
-
-def step_back(owner: str, why: str, again_at: float | None = None) -> str | None:
-    """Take a patch, and all patches that require it, out of service: their hooks do nothing any more.
-
-    The wrappers stay where they are, because vLLM may hold references to them.
-
-    Args:
-        owner: name of the patch.
-        why: the reason.
-        again_at: when it failed, in seconds, if what failed may work later; see :func:`retry`.
-
-    Returns:
-        A line for the log, or ``None`` if the patch had stepped back before.
-    """
-    with _lock:
-        if owner in stepped_back:
-            return None
-        if again_at is not None and owner in on_host and _tries[owner] < RETRIES:
-            _tries[owner] += 1
-            _due[owner] = again_at + WAIT_S
-            why += f"; comes back in {WAIT_S:.0f} s ({_tries[owner]} of {RETRIES})"
-        stepped_back[owner] = why
-        along = [owner]
-        for name in along:
-            along += [n for n, needs in _requires.items() if name in needs and n not in along]
-        for name in along:
-            stepped_back.setdefault(name, _needs(owner))
-        left = ", ".join(in_service()) or "nothing"
-    for name in along:
-        with contextlib.suppress(Exception):
-            undo.get(name, lambda: None)()
-    return f"{owner}: {why}; out of service: {', '.join(along)}; in service: {left}"
-
-
-def _needs(owner: str) -> str:
-    return f"needs {owner}, which stepped back"
-
-
-def is_switched_off(name: str) -> bool:
-    """Whether a patch is out of service because it, or one that it needs, was switched off.
-
-    >>> note("a", "vllm.ops:double", "in place")
-    >>> switch(["a"], "a file") != [], is_switched_off("a"), forget("a")
-    (True, True, None)
-    """
-    why = stepped_back.get(name, "")
-    off = [owner for owner, reason in stepped_back.items() if reason.startswith(SWITCHED)]
-    return why.startswith(SWITCHED) or why in map(_needs, off)
-
-
-def come_back(owner: str) -> str:
-    """Put a patch back in service, with those that went along with it; return a line for the log.
-
-    >>> step_back("a", "its hook raised") is not None, come_back("a"), "a" in stepped_back
-    (True, 'a: in service again', False)
-    """
-    with _lock:
-        back = [owner, *(name for name, why in stepped_back.items() if why == _needs(owner))]
-        _due.pop(owner, None)
-        for name in back:
-            stepped_back.pop(name, None)
-    return f"{', '.join(back)}: in service again"
-
-
-def retry(now: float) -> list[str]:
-    """Put back in service whose time has come, at ``now`` seconds; return lines for the log."""
-    return [come_back(owner) for owner, due in [*_due.items()] if now >= due]
-
-
-def switch(off: Collection[str], by: str) -> list[str]:
-    """Switch these patches off, and those on again that ``by`` has switched off before.
-
-    Args:
-        off: names of patches.
-        by: what switches, e.g. a file.
-
-    >>> note("a", "vllm.ops:double", "in place")
-    >>> switch(["a"], "a file"), switch([], "a file"), forget("a")
-    (['a: switched off by a file; out of service: a; in service: nothing'], ['a: in service again'], None)
-    """
-    on = [name for name, why in stepped_back.items() if why == SWITCHED + by and name not in off]
-    lines = [come_back(name) for name in on]
-    known = [name for name in _targets if name in off]
-    return lines + [line for name in known if (line := step_back(name, SWITCHED + by)) is not None]
-
-
-def forget(owner: str) -> None:
-    """Forget everything about a patch, when it is reverted."""
-    undo.get(owner, lambda: None)()
-    for state in (stepped_back, failed_in_trace, _targets, _requires, _due, _tries):
-        state.pop(owner, None)
-    on_host.discard(owner)
+registry = Registry()

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from staleproof.vllm import hooks, standing, watch_blocks, watch_memory, watch_port, watch_published
+from staleproof.vllm import hooks, watch_blocks, watch_memory, watch_port, watch_published
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.fp8_scales import padding_mask
 from staleproof.vllm.hooks import Target, warn_once
@@ -21,6 +21,7 @@ from staleproof.vllm.patches.mla_padding import BACKENDS, FORWARD_MQA
 from staleproof.vllm.releases import table
 from staleproof.vllm.sources import PatchError, numbers
 from staleproof.vllm.sources import installed as vllm_installed
+from staleproof.vllm.standing import registry
 from staleproof.vllm.watch import OWNER, Settings, Watch, read_settings
 
 # The first release with these functions. The last that was read is the last of the table.
@@ -119,7 +120,8 @@ class Hooks:
         Those steps run this one function and no other. For a small model, host time is what the watch costs a
         step: code that last ran one step ago is no longer in the core's near caches.
         """
-        slow = hooks._wrapped(original, hooks._Hook(OWNER, Target(RUNNER, EXECUTE, (), before=before), False))
+        hook = hooks._Hook(registry.of(OWNER), Target(RUNNER, EXECUTE, (), before=before), False)
+        slow = hooks._wrapped(original, hook)
 
         @functools.wraps(original)
         def quick(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -301,7 +303,7 @@ def install(version: str | None = None) -> None:
             if number > numbers(newest):
                 warn_once(f"watch on vLLM {version}: it knows {OLDEST} to {newest} and may find nothing here")
             # The watch is not a patch: do not log that it is in place.
-            hooks._announced.add(OWNER)
+            registry.of(OWNER).announced = True
             installed.clear()
             installed.append(Hooks(chosen, version))
             hooks.wrap(OWNER, *installed[-1].targets())
@@ -313,7 +315,5 @@ def install(version: str | None = None) -> None:
 
 def remove() -> None:
     """Take the watch away; for tests."""
-    standing.counters.clear()
     hooks.unwrap(OWNER)
-    standing.forget(OWNER)
     installed.clear()

@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from staleproof.vllm import live, process, standing
+from staleproof.vllm import live, process
 from staleproof.vllm.hooks import out_of_service, warn_once
 from staleproof.vllm.process import say
+from staleproof.vllm.standing import registry
 from staleproof.vllm.watch import LIVE, OWNER, PADDING, Watch
 from staleproof.vllm.watch_blocks import Blocks
 from staleproof.vllm.watch_memory import Memory
@@ -47,20 +48,20 @@ class Collector:
         """The families of metrics, as prometheus_client asks for them."""
         if self.watch is not None:
             rows = []
-            if OWNER not in standing.stepped_back:
+            if registry.reason(OWNER) is None:
                 try:
                     rows = [*self._counts()]
                 except Exception as error:
                     out_of_service(
-                        standing.step_back(OWNER, f"a scrape failed: {type(error).__name__}: {error}")
+                        registry.step_back(OWNER, f"a scrape failed: {type(error).__name__}: {error}")
                     )
-            yield _gauge("watch_up", "The watch is in service", [((), OWNER not in standing.stepped_back)])
+            yield _gauge("watch_up", "The watch is in service", [((), registry.reason(OWNER) is None)])
             yield from rows
         health = live.health(os.environ.get(process.REQUIRE))
         names = "staleproof", "vllm", "model"
         yield _gauge("build_info", "What this server is", [([health[name] for name in names], 1)], *names)
         counts = sum((Counter(one["counts"]) for one in health["processes"]), Counter())
-        for name, count in {**dict.fromkeys(standing.counters, 0), **counts}.items():
+        for name, count in {**dict.fromkeys(registry.counters(), 0), **counts}.items():
             yield _counter(name, "Counted on the host, in all processes of this server", [((), count)])
         yield _gauge("ok", "What stands is as it should be", [((), health["ok"])])
         states = [

@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from staleproof.evidence.published import PublishedBlocks, UnwrittenHit
-from staleproof.vllm import standing
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target, logger
 from staleproof.vllm.patches.published_unwritten import SCHEDULER, unknown, unknown_hash
+from staleproof.vllm.standing import registry
+from staleproof.vllm.watch import OWNER
 
 POOL = "vllm.v1.core.block_pool"
 FULL = ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size")
@@ -80,8 +81,10 @@ class Published:
 
     def targets(self) -> list[Target]:
         """The two functions that are watched; their counts are read where the server is asked."""
-        standing.counters["published_unwritten_blocks"] = lambda: self.blocks.published
-        standing.counters["unwritten_hits"] = lambda: self.blocks.hits
+        registry.of(OWNER).counters |= {
+            "published_unwritten_blocks": lambda: self.blocks.published,
+            "unwritten_hits": lambda: self.blocks.hits,
+        }
         return [
             Target(POOL, "BlockPool.cache_full_blocks", FULL, after=self.publish),
             Target(SCHEDULER, "Scheduler.schedule", ("self",), after=self.scheduled),

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from staleproof.vllm import live, standing
+from staleproof.vllm import live
+from staleproof.vllm.standing import registry
 from staleproof.whole.load import Arrival
 
 
@@ -111,7 +112,7 @@ class Engine:
 
 def counters() -> dict[str, int]:
     """What the plugin counts on the host, e.g. ``unwritten_hits`` of the watch."""
-    return {name: read() for name, read in standing.counters.items()}
+    return {name: read() for name, read in registry.counters().items()}
 
 
 def switch(off: Sequence[str]) -> None:

@@ -18,10 +18,11 @@ from staleproof.incidents.published_unwritten.broken import NONE, RESTART
 from staleproof.incidents.published_unwritten.cases import SERVER, TABLE, Server, watching
 from staleproof.incidents.published_unwritten.scene import WRITTEN, Arrival, burst, one_victim, serve
 from staleproof.kernels import vllm_sources
-from staleproof.vllm import standing, watch_published
+from staleproof.vllm import watch_published
 from staleproof.vllm.patches import published_unwritten
 from staleproof.vllm.plugin import patches
 from staleproof.vllm.releases import table
+from staleproof.vllm.standing import registry
 
 NEWEST = "0.33.0"
 # One of the rounds in which it shows, with both schedulers.
@@ -47,7 +48,7 @@ def test_every_release_has_the_fault_and_loses_it_with_the_patch(version):
             engine = real.Real(24)
             runs.append(serve(engine, one_victim()))
             assert engine.preempted
-        assert not standing.stepped_back
+        assert not registry.out_of_service()
     off, on, again = runs
     assert len(off.reads) == len(again.reads) == 32
     assert (on.verdict, on.reads) == (WRITTEN, [])
@@ -68,14 +69,17 @@ def test_the_watch_names_both_requests_and_counts_as_the_truth_does(asynchronous
     with loaded(NEWEST), watching() as watch:
         blocks, load = burst(BAD_SEED)
         reads = serve(real.Real(blocks, asynchronous=asynchronous, **SERVER), load).reads
+        counts = {name: read() for name, read in registry.counters().items()}
     assert reads
+    assert counts == {
+        "published_unwritten_blocks": watch.blocks.published,
+        "unwritten_hits": watch.blocks.hits,
+    }
     assert watch.blocks.hits == len({(read.step, read.reader, read.block) for read in reads})
     assert watch.blocks.published
     (line,) = [r.getMessage() for r in caplog.records if "unwritten" in r.getMessage()]
     assert "victim reads block" in line
     assert "published by itself and written by nobody" in line
-    counts = {name: standing.counters[name]() for name in ("published_unwritten_blocks", "unwritten_hits")}
-    assert [*counts.values()] == [watch.blocks.published, watch.blocks.hits]
 
 
 def own(blocks: list[Any], *types: Any, **parts: Any) -> Any:
@@ -107,9 +111,9 @@ def left_alone(scheduler: Any, request: Any, why: str, caplog: pytest.LogCapture
                 "blocks": blocks, "num_cached_blocks": 0, "num_full_blocks": len(blocks), "block_size": 16,
             })  # fmt: skip
             assert watch.scheduled("its output", (scheduler,), {}) == "its output"
-        assert [*standing.stepped_back] == ["unpublish"]
+        assert [*registry.out_of_service()] == ["unpublish"]
     finally:
-        standing.forget("unpublish")
+        registry.forget("unpublish")
     assert not watch.blocks.owners
     patch, stage = sorted(record.getMessage() for record in caplog.records if "staleproof" in record.msg)
     assert f"unpublish: {why}, vLLM's own code runs" in patch
@@ -149,9 +153,9 @@ def test_beside_a_connector_the_patch_steps_back_in_one_line_and_the_watch_goes_
         with loaded(NEWEST, patched=True), watching() as watch:
             store = real.Store(0)
             reads = serve(real.Real(24, store=store), one_victim()).reads
-            assert [*standing.stepped_back] == ["unpublish"]
+            assert [*registry.out_of_service()] == ["unpublish"]
     finally:
-        standing.forget("unpublish")
+        registry.forget("unpublish")
     assert len(reads) == 32
     assert watch.blocks.hits == 2
     (line,) = [r.getMessage() for r in caplog.records if "unpublish" in r.getMessage()]

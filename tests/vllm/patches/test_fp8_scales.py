@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
-from staleproof.vllm import fp8_scales, hooks, standing
+from staleproof.vllm import fp8_scales, hooks
 from staleproof.vllm.plugin import patches
+from staleproof.vllm.standing import registry
 
 RUNNER = """
 class GPUModelRunner:
@@ -113,8 +114,8 @@ def engine_fixture(made_up, device):
     yield partial(Engine, device)
     patch.revert()
     fp8_scales._counts.clear()
-    standing.undo.clear()
-    standing.forget(patch.name)
+    registry.of(patch.name).undo = None
+    registry.forget(patch.name)
 
 
 @pytest.fixture(name="on")
@@ -204,13 +205,13 @@ def test_a_graph_that_outlives_the_patch_takes_all_rows(on, way, monkeypatch):
     if way == "reverted":
         patches()[fp8_scales.NAME].revert()
     elif way == "switched off":
-        standing.switch([fp8_scales.NAME], "a file")
+        registry.switch([fp8_scales.NAME], "a file")
         on.step(5, 1e4)
     else:
         say = count.say
 
         def slow(tokens: int) -> None:
-            standing.switch([fp8_scales.NAME], "a file")
+            registry.switch([fp8_scales.NAME], "a file")
             say(tokens)
 
         monkeypatch.setattr(count, "say", slow)
@@ -218,7 +219,7 @@ def test_a_graph_that_outlives_the_patch_takes_all_rows(on, way, monkeypatch):
     assert count.tensor.item() == fp8_scales.ALL
     # Back in service, the next step counts again.
     if way == "switched off":
-        standing.switch([], "a file")
+        registry.switch([], "a file")
         on.step(5, 1e4)
         assert count.tensor.item() == 5
 
@@ -277,6 +278,6 @@ def test_other_scales_and_other_callers_are_vllms(on):
 def test_a_replacement_that_fails_leaves_the_step_to_vllm(on, monkeypatch):
     monkeypatch.setattr("staleproof.ops.fp8.quantize_fp8_per_tensor", lambda *args, **kwargs: 1 / 0)
     assert on.step(3, 1e4)[1].item() > 20
-    assert fp8_scales.NAME in standing.stepped_back
+    assert registry.reason(fp8_scales.NAME) is not None
     # Captured graphs go on with our kernel: for them all rows are live again.
     assert fp8_scales._counts[on.runner.device].tensor.item() == fp8_scales.ALL

@@ -7,8 +7,8 @@ import torch
 from made_up import imported
 
 import staleproof.device
-from staleproof.vllm import standing
 from staleproof.vllm.patches import mla_padding as patch
+from staleproof.vllm.standing import registry
 
 SEQ_LENS = (7, 0, 3)
 
@@ -137,7 +137,7 @@ def test_the_kernel_itself_writes_zeros_into_empty_rows_and_nothing_else_changes
     before = _stage2(vllm("triton_decode_attention"), device) if imported else None
     with mla.applied("0.22.1"):
         module = vllm("triton_decode_attention")
-        assert standing.targets("mla_padding")[
+        assert registry.targets("mla_padding")[
             "vllm.v1.attention.ops.triton_decode_attention:_fwd_kernel_stage2"
         ]
         out, lse = _stage2(module, device)
@@ -165,7 +165,7 @@ def test_a_kernel_that_divides_otherwise_is_left_alone(vllm, tmp_path, device):
     mla, _ = patch.PATCHES
     with mla.applied("0.22.1"):
         module = vllm("triton_decode_attention")
-        assert "does not divide by e_sum once" in standing.targets("mla_padding")[PLACE]
+        assert "does not divide by e_sum once" in registry.targets("mla_padding")[PLACE]
         assert not hasattr(module._fwd_kernel_stage2, "staleproof_replaces")
 
 

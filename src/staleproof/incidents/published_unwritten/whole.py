@@ -24,8 +24,9 @@ from typing import Any
 from staleproof.cases.children import tell
 from staleproof.incidents.published_unwritten.scene import Arrival, burst
 from staleproof.kernels import whole_vllm
-from staleproof.vllm import sources, standing
+from staleproof.vllm import sources
 from staleproof.vllm.plugin import patches
+from staleproof.vllm.standing import registry
 
 # All widths equal the size of the vocabulary, so that a value can be the one-hot vector of its token.
 WIDTH, BLOCKS, SECRET = 512, 340, 505
@@ -160,7 +161,7 @@ def ask(seeds: Sequence[int]) -> None:
                     told[f"{state}, {kind}"] = {
                         "rounds": rows,
                         "us_a_step": 1e6 * (time.perf_counter() - started) / steps,
-                        "stepped_back": [*standing.stepped_back],
+                        "stepped_back": [*registry.out_of_service()],
                     }
             tell(told)
         del engine

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from staleproof.vllm import standing
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target, out_of_service
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.sources import Evidence, Sources, file_of
+from staleproof.vllm.standing import registry
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 MANAGER = "vllm.v1.core.kv_cache_manager"
@@ -52,7 +52,7 @@ def _take_back(args: Arguments, kwargs: Keywords) -> None:
         with_connector = "a KV connector is configured" if scheduler.connector is not None else None
         why = with_connector or unknown_hash(_behind(scheduler.kv_cache_manager, request))
     if why is not None:
-        out_of_service(standing.step_back(NAME, f"{why}, vLLM's own code runs"))
+        out_of_service(registry.step_back(NAME, f"{why}, vLLM's own code runs"))
         return
     manager = scheduler.kv_cache_manager
     unwritten = _unwritten(manager, request)
