@@ -25,8 +25,8 @@ device.select()
 from staleproof.cases import measure
 from staleproof.evidence import RowCounters
 from staleproof.incidents.mla_padding import broken
+from staleproof.incidents.mla_padding.remedies import ClearEmptyRows, quantise_live_rows
 from staleproof.incidents.mla_padding.scene import Batch, Engine, EngineConfig, Variant
-from staleproof.incidents.mla_padding.setups import ClearEmptyRows, quantise_live_rows
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.mla.decode import mla_decode
 

@@ -58,8 +58,8 @@ def incident(registry, monkeypatch) -> Callable[..., list[str]]:
             for answer in answers:
                 yield answer()
 
-        fake = types.ModuleType("staleproof.incidents.fake.cases")
-        fake.TABLE = types.SimpleNamespace(incident="fake", run=run)  # type: ignore[attr-defined]
+        fake = types.ModuleType("staleproof.incidents.fake.questions")
+        fake.incident = types.SimpleNamespace(name="fake", run=run)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
         monkeypatch.setattr(device, "has_triton", lambda: True)
         for module in (conclusion, triage):

@@ -21,15 +21,14 @@ from fakes import absent, clean, interrupted, leaked, one_line, verified, wrong
 from prometheus_client.samples import Sample
 from tests.made import finding, off_on_off
 
-from staleproof import device, triage
-from staleproof.cases import children, store
-from staleproof.cases.case import Scene, each
-from staleproof.cases.finding import Finding, read_findings, write_findings
-from staleproof.cases.run import Table
+from staleproof import child, device, triage
+from staleproof import runs as store
 from staleproof.cli import app as cli
 from staleproof.cli import common, incidents
 from staleproof.incidents.registry import INCIDENTS
+from staleproof.lab import Answer, Finding, Incident, Scene, good
 from staleproof.report import terminal
+from staleproof.runs import read_findings, write_findings
 
 
 def test_help_answers_at_once_and_imports_no_torch():
@@ -192,15 +191,15 @@ def test_ctrl_c_ends_the_children(root, incident, monkeypatch, tmp_path, pressed
     incident()
     started, ended = [], []
 
-    def begin(device: str) -> children.Child:
-        started.append(children.start(time.sleep, 600))
+    def begin(device: str) -> child.Child:
+        started.append(child.start(time.sleep, 600))
         return started[0]
 
-    def ask(variant: str, device: str, child: children.Child) -> str:
-        assert child.poll() is None
+    def ask(variant: str, device: str, sleeper: child.Child) -> Answer:
+        assert sleeper.poll() is None
         if (variant, pressed_in) == ("second", "a question"):
             raise KeyboardInterrupt
-        return "clean"
+        return good("clean")
 
     def say(line: str = "") -> None:
         if "first" in line and pressed_in == "the output" and not ended:
@@ -210,9 +209,9 @@ def test_ctrl_c_ends_the_children(root, incident, monkeypatch, tmp_path, pressed
         if "interrupted" in line:
             ended.append(started[0].poll())
 
-    scene = Scene("a child", begin, early=True)
-    table = Table("fake", each("q", "rows", ["first", "second"], ask, expect="clean", scene=scene))
-    monkeypatch.setattr(sys.modules["staleproof.incidents.fake.cases"], "TABLE", table)
+    fake = Incident("fake")
+    fake.question("q", ["first", "second"], expect="clean", scene=Scene("a child", begin))(ask)
+    monkeypatch.setattr(sys.modules["staleproof.incidents.fake.questions"], "incident", fake)
     monkeypatch.setattr(terminal, "say", say)
     monkeypatch.setattr(typer, "echo", echo)
     assert cli.main(["run", "-v", "--json", str(tmp_path / "x.jsonl")]) == 130

@@ -64,7 +64,6 @@ from staleproof.vllm import sources
             ["watch", "localhost:1"],
             "url: expected HOST:PORT of a server with STALEPROOF_WATCH=1, got 'localhost:1'",
         ),
-        (["compare", "one", "two", "--predictions"], "second: give a second run or --predictions, not both"),
         (["patches", "--version", "9.9"], "--version: vLLM 9.9 is not a release we know (nearest: 0.33.0)"),
         (["patches", "--version", "main"], "--version: vLLM main is not a version"),
         (["patches", "--explain", "nope"], "--explain: unknown patch 'nope'; known: mla_padding"),
@@ -91,7 +90,7 @@ from staleproof.vllm import sources
         (["run", "--nope"], "staleproof run: No such option: --nope"),
         (["run", "--json"], "staleproof: Option '--json' requires an argument"),
         (["compare"], "staleproof compare: Missing argument"),
-        (["compare", "one"], "second: give a second run, or --predictions"),
+        (["compare", "one"], "staleproof compare: Missing argument 'second'"),
         (["watch", "localhost:1", "--json"], "staleproof: watch: --json needs --once"),
     ],
 )

@@ -12,7 +12,6 @@ from staleproof import device, machine
 from staleproof.cases import store
 from staleproof.cases.finding import Finding, read_findings
 from staleproof.cli import app as cli
-from staleproof.report import terminal
 
 
 def _record(root: Path, findings: list[Finding], name: str = "a-gpu") -> Path:
@@ -132,13 +131,6 @@ def test_record_leaves_a_folder_that_is_no_run_alone(root, incident, capsys):
     assert "not a recorded run" in one_line(capsys.readouterr().err)
     assert asked == []
     assert (mine / "thesis.txt").read_text() == "years of work"
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_a_refuted_prediction_is_1(root, monkeypatch, right):
-    monkeypatch.setattr(store, "find", lambda name: name)
-    monkeypatch.setattr(terminal, "print_predicted", lambda run: right)
-    assert cli.main(["compare", "a-gpu", "--predictions"]) == (not right)
 
 
 def test_compare_is_1_where_a_verdict_differs_0_of_a_run_with_itself_and_says_which_is_no_run(root, capsys):

@@ -24,17 +24,17 @@ import sys, time, types, pathlib
 from staleproof.cli import app as cli
 from staleproof import device
 from staleproof.cases import store
-from staleproof.cases.case import each
-from staleproof.cases.run import Table
+from staleproof import lab
 from staleproof.incidents.registry import INCIDENTS, Incident
 from staleproof.report import conclusion, terminal
 conclusion.symptom = lambda name: "it looks true"
+variants = [f"variant_{{n}}" for n in range({count})]
+module = types.ModuleType("staleproof.incidents.fake.questions")
+module.incident = lab.Incident("fake")
+@module.incident.question("a question", variants, expect="clean")
 def ask(variant, device):
     time.sleep(0.02)
-    return "clean"
-variants = [f"variant_{{n}}" for n in range({count})]
-module = types.ModuleType("staleproof.incidents.fake.cases")
-module.TABLE = Table("fake", each("a question", "rows", variants, ask, expect="clean"))
+    return lab.good("clean")
 sys.modules[module.__name__] = module
 INCIDENTS.clear()
 INCIDENTS.update(fake=Incident(1, "a fake", "01_fake.ipynb", "it lies"))

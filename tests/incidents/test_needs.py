@@ -11,8 +11,8 @@ from staleproof import device as devices
 from staleproof.cases.case import needs_cuda
 from staleproof.device import Provenance
 from staleproof.incidents.kv_reuse import attention
-from staleproof.incidents.mla_padding import cases as mla_cases
-from staleproof.incidents.mla_padding import remedies
+from staleproof.incidents.mla_padding import questions
+from staleproof.incidents.mla_padding.remedies import Setup
 from staleproof.incidents.moe_routing import cases, fp8, fused_moe, scene
 from staleproof.incidents.scale_padding import null_block
 
@@ -94,13 +94,13 @@ def test_vllms_own_operators_and_no_others_need_its_library(monkeypatch):
 
 def test_the_allocators_history_is_that_of_a_gpu():
     why = "a list stands for the allocator on a CPU, and has no history"
-    assert [remedies.needs_an_allocator(1, device) for device in ("cpu", "cuda")] == [why, None]
+    assert [questions.needs_an_allocator(1, device) for device in ("cpu", "cuda")] == [why, None]
 
 
 def test_attention_that_is_served_in_bf16_needs_a_gpu(monkeypatch):
-    setup = mla_cases.SERVED_PEERS["vllm_triton"]
+    setup = Setup(questions.KERNELS["vllm_triton"])
     for missing in (None, "not installed"):
-        monkeypatch.setattr(mla_cases, "_unavailable", lambda kernel, device, missing=missing: missing)
-        assert mla_cases._not_served(setup, "cuda") == missing
+        monkeypatch.setattr(questions, "unavailable", lambda kernel, device, missing=missing: missing)
+        assert questions._not_served(setup, "cuda") == missing
         on_cpu = missing or "served in bf16, which needs a CUDA device"
-        assert mla_cases._not_served(setup, "cpu") == on_cpu
+        assert questions._not_served(setup, "cpu") == on_cpu

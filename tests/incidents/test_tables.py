@@ -17,22 +17,22 @@ from typing import Any
 import environment
 import pytest
 
+from staleproof import lab
+from staleproof.cases import run as old
 from staleproof.cases.case import Case
-from staleproof.cases.finding import Finding
-from staleproof.cases.run import SHARED, run
-from staleproof.cases.words import FIXED, Outcome, outcome
 from staleproof.incidents import registry
+from staleproof.lab import FIXED, SHARED, Finding, Outcome
 
 SOURCE = re.compile(r"the source of vLLM (\S+) is neither")
 FILE = Path(__file__).with_name("readings.json")
 READINGS = json.loads(FILE.read_text())
-TABLES = {name: registry.table_of(name) for name in registry.INCIDENTS}
+TABLES = {name: registry.questions_of(name) for name in registry.INCIDENTS}
 
 
-def groups() -> Iterator[tuple[str, list[Case]]]:
+def groups() -> Iterator[tuple[str, list[Any]]]:
     """Cases that share a scene together, so that it happens once; every other case alone."""
     for table in TABLES.values():
-        shared: dict[object, list[Case]] = {}
+        shared: dict[object, list[Any]] = {}
         for case in table.cases:
             shared.setdefault(case.scene or case.key, []).append(case)
         for cases in shared.values():
@@ -45,7 +45,7 @@ GROUPS = dict(groups())
 def told(found: Finding) -> list[Any]:
     """What a finding says, as JSON gives it back; without what is measured by a clock or of Python itself."""
     numbers = {name: value for name, value in found.numbers.items() if not re.search("host_us|traced", name)}
-    return json.loads(json.dumps([found.verdict, found.grade, found.provenance, numbers]))
+    return json.loads(json.dumps([found.verdict, found.outcome, found.grade, found.provenance, numbers]))
 
 
 def close(kept: Any, now: Any) -> bool:
@@ -57,10 +57,11 @@ def close(kept: Any, now: Any) -> bool:
     return now == (pytest.approx(kept, rel=0.02, abs=1e-4, nan_ok=True) if isinstance(kept, float) else kept)
 
 
-def asked(cases: list[Case], device: str) -> list[Finding]:
+def asked(cases: list[Any], device: str) -> list[Finding]:
     """Run these cases, and again after each release that they read was fetched; or skip the test."""
     while True:
-        found = [*run(cases, device, shared=True)]
+        is_old = isinstance(cases[0], Case)
+        found = [*(old.run(cases, device, shared=True) if is_old else lab.run(cases, device))]
         missing = next(filter(None, (SOURCE.match(one.note) for one in found)), None)
         if missing is None:
             return found
@@ -76,10 +77,10 @@ def test_each_case_gives_the_verdict_that_is_expected(device, name, monkeypatch)
         assert not found.failed, found
         if not found.ran:
             assert found.note
-            assert case.needs(case.subject, device) == found.note or found.note.startswith("failed: "), found
+            missing = old._missing(case, device) if isinstance(case, Case) else case.missing(device)
+            assert missing == found.note or found.note.startswith("failed: "), found
         elif found.three is not None:
-            runs = [outcome(found.three.words, said) for said in (found.three.off, found.three.again)]
-            assert runs == [Outcome.BAD] * 2, found
+            assert found.three.outcomes[::2] == (Outcome.BAD, Outcome.BAD), found
             assert (found.three.right is True) is (found.verdict == FIXED), found
         assert device != "cpu" or case.key.text in READINGS, f"{FILE} lacks it: run python {__file__}"
         if device == "cpu" and READINGS[case.key.text]:
@@ -94,9 +95,8 @@ def test_no_case_is_lost_or_has_another_name():
 @pytest.mark.parametrize("name", TABLES)
 def test_what_a_table_expects_can_go_wrong(name):
     """Some cases of a table are bad, others good: neither a blind detector nor a deaf one passes."""
-    expected = {(case.words, case.expected("cpu")) for case in TABLES[name].cases if not hasattr(case, "off")}
-    said = {outcome(words, verdict) for words, verdict in expected if verdict is not None}
-    assert {Outcome.GOOD, Outcome.BAD} <= said
+    keys = [case.key for case in TABLES[name].cases if case.key.question != lab.OFF_ON_OFF]
+    assert {"good", "bad"} <= {READINGS[key.text][1] for key in keys if READINGS[key.text]}
 
 
 if __name__ == "__main__":
@@ -113,6 +113,6 @@ if __name__ == "__main__":
             kept = {found.key.text: told(found) if found.ran else [] for found in table.run("cpu")}
         rows |= kept
     for name, row in rows.items() if "again" in sys.argv else ():
-        row[3:] = row and [{what: n for what, n in row[-1].items() if close(READINGS[name][-1].get(what), n)}]
+        row[4:] = row and [{what: n for what, n in row[-1].items() if close(READINGS[name][-1].get(what), n)}]
     lines = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -17,8 +17,8 @@ from staleproof.incidents.kv_reuse import broken as zeroing
 from staleproof.incidents.kv_reuse import cases as reuse
 from staleproof.incidents.kv_reuse import scene as reused
 from staleproof.incidents.mla_padding import broken as decoding
-from staleproof.incidents.mla_padding import cases as padding
-from staleproof.incidents.mla_padding.setups import Setup
+from staleproof.incidents.mla_padding import questions as padding
+from staleproof.incidents.mla_padding.remedies import Setup
 from staleproof.incidents.moe_routing import cases as moe
 from staleproof.incidents.moe_routing import scene as routing
 from staleproof.incidents.published_unwritten import cases as published
@@ -27,6 +27,7 @@ from staleproof.incidents.published_unwritten.scene import Miniature
 from staleproof.incidents.scale_padding import broken as scaling
 from staleproof.incidents.scale_padding import cases as scales
 from staleproof.incidents.scale_padding import correct, ids
+from staleproof.lab import Fix, Incident
 
 # --- Rows of empty requests that are cleared for some layers, lengths or batches only.
 
@@ -178,7 +179,7 @@ def _draw(simulator, monkeypatch):
 
 def _decode(which, monkeypatch, leaves=0.0):
     on = Setup(remedy=partial(Clears, which=which, leaves=leaves))
-    return padding, "rows", on.without_fix, on, padding.served_verdict, padding.wrong
+    return padding, "", on.without_fix, on, padding.served, padding.wrong
 
 
 WRONG = {
@@ -222,9 +223,14 @@ def once(ask, off):
 @pytest.mark.parametrize("name", WRONG)
 def test_a_remedy_for_the_scene_alone_is_not_fixed(name, monkeypatch, device):
     incident, words, off, on, ask, wrong = WRONG[name](monkeypatch=monkeypatch)
-    case = fix("on trial", words, off=off, on=on, ask=once(ask, off), wrong=wrong)
     if device == "cuda" and ask is buffers.server:
         pytest.skip("a server on a GPU is a process of its own, which knows no setup of a test")
-    (found,) = Table(incident.TABLE.incident, case).run(device)
+    if hasattr(incident, "TABLE"):
+        case = fix("on trial", words, off=off, on=on, ask=once(ask, off), wrong=wrong)
+        (found,) = Table(incident.TABLE.incident, case).run(device)
+    else:
+        trial = Incident(incident.incident.name)
+        trial.fixes(once(ask, off), {"on trial": Fix(off, on)}, compare=wrong)
+        (found,) = trial.run(device)
     assert found.ran, found.note
     assert found.outcome is Outcome.BAD, found.three.text

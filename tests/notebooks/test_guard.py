@@ -74,10 +74,10 @@ def test_no_verdict_outlives_its_findings(path):
         assert (mode, sorted(stored(path) & verdicts("\n".join(printed[mode])))) == (mode, [])
 
 
-START = """from staleproof.incidents.mla_padding.cases import TABLE
+START = """from staleproof.incidents.mla_padding.questions import incident
 from staleproof.report import show
 device = show.start("cpu")
-found = TABLE.ask("ablation", "all four")
+found = incident.ask("ablation", "all four")
 here = [show.observed("rows", 5, 5)]"""
 GOOD = """show.verdict("it leaks", found, "leaked")
 show.verdict("5 rows", here)"""

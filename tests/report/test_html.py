@@ -353,7 +353,7 @@ def test_report_execute_exits_1_where_a_notebook_stops_and_still_writes(root, ca
     write(root / "notebooks/01_bad.ipynb", v4.new_code_cell("assert 0, 'no verdict'"))
     answer = found("q", "v", "clean", "clean")
     (run,) = recorded(root, answer)
-    monkeypatch.setattr("staleproof.cli.common.put_questions", lambda *_: (one for one in (answer,)))
+    monkeypatch.setattr("staleproof.cli.common.ask_all", lambda *_: (one for one in (answer,)))
     assert cli.main(["report", "--execute"]) == 1
     captured = capsys.readouterr()
     # A line an incident; the findings are on the page.

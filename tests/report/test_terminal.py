@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 from tests.made import finding, measurement, not_run, off_on_off
 
-from staleproof.cases import predictions, store
+from staleproof.cases import store
 from staleproof.cases.finding import real, write_findings
 from staleproof.cases.machine import Capability
 from staleproof.device import Provenance
@@ -87,24 +86,6 @@ def test_a_comparison_is_this(tmp_path, capsys):
     )
     assert terminal.print_comparison(run("five", [], v="clean"), run("six", [], w="clean"))
     assert capsys.readouterr().out.startswith("no case ran in both: 0 match")
-
-
-def test_what_became_of_predictions_is_this(monkeypatch, capsys):
-    told = [
-        predictions.Prediction("a", "q", name, "unwritten", "its source", "zero", "2026-11-21", "")
-        for name in ("refuted", "confirmed", "open")
-    ]
-    monkeypatch.setattr(predictions, "read", lambda: told)
-    monkeypatch.setattr(predictions, "of_run", lambda given, run: predictions.outcomes(given, run.findings))
-    said = [finding("a", "q", "refuted", "zero"), finding("a", "q", "confirmed", "unwritten")]
-    for found, good, counts in (
-        (said, False, "1 refuted, 1 confirmed, 1 open"),
-        (said[1:], True, "0 refuted, 1 confirmed, 2 open"),
-    ):
-        run = store.Run(Path("x"), {"machine": {"name": "B200"}, "date": "2026-11-21"}, found, [])
-        assert terminal.print_predicted(run) is good
-        lines = [outcome.text for outcome in predictions.outcomes(told, found)]
-        assert capsys.readouterr().out.splitlines() == [counts, run.title, "", *lines]
 
 
 def test_where_findings_are_kept_and_of_which_source_the_others_are(tmp_path, monkeypatch, capsys):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from staleproof.incidents.registry import INCIDENTS, put_questions
+from staleproof.incidents.registry import INCIDENTS, ask_all
 
 if TYPE_CHECKING:
     from staleproof.cases.finding import Finding, RunFileError
@@ -195,7 +195,7 @@ def obtain(
             for name in incidents:
                 first = len(findings)
                 # Closed at once on Ctrl-C: that ends the child processes.
-                with contextlib.closing(put_questions(name, device, progress)) as answers:
+                with contextlib.closing(ask_all(name, device, progress)) as answers:
                     for found in answers:
                         findings.append(found)
                         if verbose or found.failed:

@@ -53,46 +53,33 @@ def record(
 
 def compare(
     first: Annotated[str, typer.Argument(help="A run folder, a recorded machine's name, or a .jsonl audit.")],
-    second: Annotated[str | None, typer.Argument(help="The one to compare with it.")] = None,
-    predictions: Annotated[
-        bool, typer.Option("--predictions", help="Compare with workbook/predictions.json instead.")
-    ] = False,
+    second: Annotated[str, typer.Argument(help="The one to compare with it.")],
 ) -> None:
     """Compare two recorded runs, or two audits.
 
-    The first line says whether they agree; then come verdicts that differ, then timings. With
-    --predictions one run of an SM100 GPU is compared with what was predicted for it.
+    The first line says whether they agree; then come verdicts that differ, then timings.
 
     \b
     Examples:
       staleproof compare nvidia-h200 my-runs/nvidia-b200
       staleproof compare before.jsonl after.jsonl
-      staleproof compare my-runs/nvidia-b200 --predictions
 
-    Exit code 1: a verdict differs, a prediction is refuted, or a clause got worse.
+    Exit code 1: a verdict differs, or a clause got worse.
     """
     from staleproof.cases import store
     from staleproof.report import terminal
     from staleproof.report.audit import print_changes
 
-    if predictions and second is not None:
-        raise BadInputError("second: give a second run or --predictions, not both")
-    if second is None and not predictions:
-        raise BadInputError("second: give a second run, or --predictions")
-    if second and first.endswith(".jsonl") != second.endswith(".jsonl"):
+    if first.endswith(".jsonl") != second.endswith(".jsonl"):
         raise BadInputError(f"second: expected two runs or two audits (.jsonl), got {first} and {second}")
-    if second and first.endswith(".jsonl"):
+    if first.endswith(".jsonl"):
         with naming("first or second"):
             raise typer.Exit(print_changes(Path(first), Path(second)))
     with naming("first"):
         run = store.find(first)
-    if second is None:
-        right = terminal.print_predicted(run)
-    else:
-        with naming("second"):
-            other = store.find(second)
-        right = terminal.print_comparison(run, other)
-    if not right:
+    with naming("second"):
+        other = store.find(second)
+    if not terminal.print_comparison(run, other):
         raise typer.Exit(1)
 
 

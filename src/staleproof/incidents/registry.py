@@ -11,8 +11,9 @@ from staleproof import device
 from staleproof.check import require
 
 if TYPE_CHECKING:
-    from staleproof.cases.finding import Finding
+    from staleproof import lab
     from staleproof.cases.run import Table
+    from staleproof.lab import Finding
 
 
 class Incident(NamedTuple):
@@ -37,21 +38,7 @@ class Incident(NamedTuple):
     tried: tuple[str, ...] = ()
 
 
-class Incidents(dict[str, Incident]):
-    """The incidents by folder name. One that is added must be new, whole, and have its cases."""
-
-    def __setitem__(self, name: str, about: Incident) -> None:
-        where = f"INCIDENTS[{name!r}]"
-        require(name not in self, where, "a new name", "one that is there")
-        is_whole = isinstance(about, Incident) and [*map(type, about)] == [int, str, str, str, tuple, tuple]
-        require(is_whole, where, "Incident(number, title, notebook, summary)", about)
-        has_cases = (Path(__file__).parent / str(name) / "cases.py").is_file()
-        require(has_cases, where, f"its cases in incidents/{name}/cases.py", "no such file")
-        super().__setitem__(name, about)
-
-
-INCIDENTS = Incidents()
-for _name, _about in {
+INCIDENTS = {
     "mla_padding": Incident(
         number=1,
         title="NaN from the empty rows of MLA decode",
@@ -110,32 +97,35 @@ for _name, _about in {
         served=("burst",),
         tried=("same_step_guard", "zero_at_allocation", "withdraw_all", "reset_cache"),
     ),
-}.items():
-    INCIDENTS[_name] = _about
+}
 
 
-def table_of(incident: str) -> Table:
-    """The cases of one incident: ``TABLE`` in ``cases.py`` of its folder, which this imports.
+def questions_of(name: str) -> lab.Incident | Table:
+    """The questions of one incident: ``incident`` in ``questions.py`` of its folder, which this imports.
 
     Raises:
-        ValueError: the table is another incident's, under whose name its findings would be kept.
+        ValueError: they are another incident's, under whose name its findings would be kept.
     """
-    table: Table = importlib.import_module(f"staleproof.incidents.{incident}.cases").TABLE
-    require(table.incident == incident, f"TABLE of {incident}", repr(incident), repr(table.incident))
-    return table
+    folder = f"staleproof.incidents.{name}"
+    if (Path(__file__).parent / name / "cases.py").is_file():
+        table: Table = importlib.import_module(f"{folder}.cases").TABLE
+        return table
+    found: lab.Incident = importlib.import_module(f"{folder}.questions").incident
+    require(found.name == name, f"incident of {name}", repr(name), repr(found.name))
+    return found
 
 
-def put_questions(incident: str, device_name: str, progress: Callable[[str], None]) -> Generator[Finding]:
-    """Run every case of one incident, and yield each finding as soon as it is ready.
+def ask_all(name: str, device_name: str, progress: Callable[[str], None]) -> Generator[Finding]:
+    """Ask every question of one incident, and yield each finding as soon as it is ready.
 
     Args:
-        incident: its folder name.
+        name: its folder.
         device_name: ``"cpu"`` or ``"cuda"``.
         progress: takes one line about the step that begins.
     """
-    from staleproof.cases.finding import Key, not_run
+    from staleproof.lab import Key, finding, not_run
 
     if device.has_triton():
-        yield from table_of(incident).run(device_name, progress)
+        yield from questions_of(name).run(device_name, progress)
     else:
-        yield not_run(Key(incident, "all questions", "all variants"), "rows", device.TRITON_MISSING)
+        yield finding(Key(name, "all questions", "all variants"), not_run(device.TRITON_MISSING))

@@ -18,8 +18,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 
-from staleproof import device
-from staleproof.cases import machine, predictions, store
+from staleproof import device, machine
+from staleproof import runs as store
 from staleproof.report import conclusion, matrix
 from staleproof.triage.text import wrapped
 
@@ -188,18 +188,3 @@ def print_comparison(first: Run, second: Run) -> bool:
     for row, ratio in timings:
         say(f"{row_text(row)} -> {row['p50_second']:.4g} ({ratio:.2f})")
     return not verdicts.mismatch
-
-
-def print_predicted(run: Run) -> bool:
-    """Print what became of the predictions: the counts, then each, the refuted first.
-
-    Returns:
-        Whether none is refuted.
-    """
-    found = predictions.of_run(predictions.read(), run)
-    states = [outcome.state for outcome in found]
-    say(", ".join(f"{states.count(state)} {state}" for state in predictions.STATES))
-    say(f"{run.title}\n")
-    for outcome in found:
-        say(outcome.text)
-    return predictions.REFUTED not in states

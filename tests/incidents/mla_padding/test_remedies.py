@@ -1,44 +1,47 @@
-"""Upstream's remedies over the conditions that they rely on: what the verdicts rest on."""
+"""The variants in the engine: what is served, and what switching a fix off means."""
 
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from staleproof.evidence import Verdict, plant
-from staleproof.incidents.mla_padding import broken, remedies
-from staleproof.incidents.mla_padding.remedies import null_block, three_d_buffer
-from staleproof.incidents.mla_padding.setups import ClearEmptyRows
-from staleproof.ops.mla.decode import mla_decode
+from staleproof.evidence import Verdict, row_states
+from staleproof.incidents.mla_padding import broken
+from staleproof.incidents.mla_padding.remedies import HIDDEN, SETUPS, StepVerdicts
 
 
-def test_a_remedy_that_clears_is_clean_over_nan(device, monkeypatch):
-    monkeypatch.setattr(broken, "PadWithSeqLenOne", ClearEmptyRows)
-    assert null_block((broken.empty_row_not_written, plant, ""), device).verdict == Verdict.CLEAN
+def test_the_sick_requests_own_step_must_show_that_it_is_sick():
+    steps = (Verdict.CLEAN, Verdict.PAD_ONLY, Verdict.CLEAN, Verdict.LIVE_BORN, Verdict.CLEAN)
+    assert StepVerdicts(steps, invariant=True).verdict == Verdict.PAD_ONLY
+    assert StepVerdicts((*steps[:4], Verdict.LEAKED), invariant=True).verdict == Verdict.LEAKED
+    clean = (Verdict.CLEAN,) * 5
+    assert (
+        StepVerdicts((*clean[:3], Verdict.LIVE_BORN, Verdict.CLEAN), invariant=True).verdict == Verdict.CLEAN
+    )
+    for sick in {*Verdict} - {Verdict.LIVE_BORN}:
+        steps = (*clean[:3], sick, Verdict.CLEAN)
+        assert StepVerdicts(steps, invariant=True).verdict == HIDDEN
+    steps = (*clean[:2], Verdict.PAD_ONLY, Verdict.CLEAN, Verdict.CLEAN)
+    assert StepVerdicts(steps, invariant=True).verdict == Verdict.PAD_ONLY
 
 
-def test_what_a_null_block_is_filled_with():
-    held = {}
-    for name, (write, _) in remedies._FILLS.items():
-        block = torch.ones(3, 5)
-        write(block)
-        held[name] = [row.isnan().all().item() or row.tolist() for row in block]
-    other = [[-4 + 8 * (5 * row + at) / 14 for at in range(5)] for row in range(3)]
-    zeros = [0.0] * 5
-    assert [held["NaN"], held["zeros"]] == [[True] * 3, [zeros] * 3]
-    assert held["NaN after its first token"] == [zeros, True, True]
-    assert held["other numbers"] == [pytest.approx(row, abs=1e-5) for row in other]
+def test_a_new_engine_holds_canaries_where_nobody_wrote(device):
+    engine = SETUPS["empty_row_not_written"].engine("torch.max", device, batch=4)
+    assert set(row_states(engine.taps[0]["attention"])) == {"unwritten"}
+    assert set(row_states(engine.kv_cache[0][:1])) == {"unwritten"}
+    # The zeros of this variant are its own memory, and stay.
+    kept = SETUPS["zeros_once_per_layer"].engine("torch.max", device, batch=4)
+    assert "unwritten" not in row_states(kept.taps[0]["attention"])
 
 
-def test_rows_past_a_buffer_are_counted_and_a_refusal_after_the_write_is_told_apart(device):
-    found = three_d_buffer((broken.empty_row_not_written, 4, ""), device)
-    assert found.numbers["rows_past_the_end"] == 3 * found.numbers["rows"]
+def test_the_scale_of_the_fmax_quantiser_ignores_nan_and_keeps_infinity():
+    values, scale = broken.quantise_amax_fmax(torch.tensor([[torch.nan, -2.0, 1.0]]))
+    assert (values.float().tolist(), scale.item()) == ([[448, -448, 224]], torch.tensor(2 / 448).item())
+    assert broken.quantise_amax_fmax(torch.tensor([[torch.inf, 1.0]]))[1].item() == torch.inf
 
-    assert three_d_buffer((mla_decode, 4, ""), device).note.startswith("out: expected ")
 
-    def too_late(q, *args, softmax_scale, out, behind=False):
-        (out._base[-1:] if behind else out).zero_()
-        raise ValueError("out: expected another shape")
-
-    for kernel in (too_late, partial(too_late, behind=True)):
-        assert three_d_buffer((kernel, 4, ""), device).verdict == "refused too late"
+@pytest.mark.parametrize("remedy", [broken.ZerosOncePerLayer, broken.OneSharedBuffer])
+def test_a_smaller_batch_gets_the_first_rows_of_the_buffer(remedy):
+    kept = remedy(broken.empty_row_not_written)
+    many, few = (kept.output(SimpleNamespace(layer=0, q=torch.ones(n, 1, 2, 576))) for n in (4, 3))
+    assert (few.shape, few.data_ptr()) == ((3, 1, 2, 512), many.data_ptr())

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from staleproof.cases.compare import other_bits, rounding, too_far
+from staleproof.evidence.compare import other_bits, rounding, too_far
+from staleproof.incidents.mla_padding.remedies import Setup
 from staleproof.incidents.mla_padding.scene import (
     LATENT,
     SCALE,
@@ -18,7 +19,6 @@ from staleproof.incidents.mla_padding.scene import (
     compared_dtype,
     decode_budget,
 )
-from staleproof.incidents.mla_padding.setups import Setup
 from staleproof.ops.reference.mla_decode import mla_decode as reference_decode
 
 FP8_BUDGET = rounding(torch.float8_e4m3fn)

@@ -9,8 +9,8 @@ from staleproof.evidence.canary import row_states
 from staleproof.evidence.counters import Crossing, RowCounters
 from staleproof.evidence.rows import bad_rows, same_bits
 from staleproof.incidents.mla_padding import broken
+from staleproof.incidents.mla_padding.remedies import LIVE_COUNTS, SETUPS, SICK_STEP
 from staleproof.incidents.mla_padding.scene import STAGES, Batch, Engine
-from staleproof.incidents.mla_padding.setups import LIVE_COUNTS, SETUPS, SICK_STEP
 
 ROWS, LAYERS = 16, 2
 

@@ -1,195 +1,219 @@
-"""How upstream's remedies fail if conditions that they silently rely on no longer hold."""
+"""The variants of incident 1: a kernel in the engine, and its remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from staleproof.cases.case import Reading, reading
-from staleproof.evidence.canary import plant, row_states
-from staleproof.evidence.rows import Verdict, same_bits
-from staleproof.incidents.mla_padding import broken, scene
-from staleproof.incidents.mla_padding.scene import Batch, Engine, Variant
-from staleproof.incidents.mla_padding.setups import SETUPS, ClearEmptyRows, Setup
+from staleproof.evidence.canary import plant
+from staleproof.evidence.counters import RowCounters
+from staleproof.evidence.rows import Verdict
+from staleproof.incidents.mla_padding import broken
+from staleproof.incidents.mla_padding.scene import (
+    Attention,
+    AttentionInputs,
+    Batch,
+    Engine,
+    EngineConfig,
+    Quantiser,
+    Variant,
+)
+from staleproof.ops.clear_empty_rows import clear_empty_rows
+from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.mla.decode import mla_decode
 
-LIVE = 3
 
-# --- A kept buffer that grows after the capture.
+class ClearEmptyRows(broken.NoRemedy):
+    """The faulty kernel, then :func:`clear_empty_rows`, which works after any backend."""
+
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Clear the rows of requests without tokens."""
+        clear_empty_rows(out, a.seq_lens)
 
 
-def growth_after_capture(setup: Setup, device: str, free_blocks: int = 0) -> Reading:
-    """Whether a replay writes into memory that belongs to another tensor by then.
+class NanToNum(broken.NoRemedy):
+    """Wrong: replaces each NaN of the output, even the NaN of a request that is sick by itself."""
 
-    After the capture one larger eager batch comes. If a buffer grows for it, the old one is freed and
-    given to another tensor, but the captured graph still writes to it.
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Replace NaN."""
+        out.nan_to_num_()
 
-    Args:
-        setup: a kernel and its remedy.
-        device: ``"cuda"``, where torch's allocator reuses freed blocks, or ``"cpu"``, where a list plays it.
-        free_blocks: number of free blocks of the same size in torch's allocator before the growth.
+
+class ClearNanRows(broken.NoRemedy):
+    """Wrong: clears all rows with NaN, even the row of a request that is sick by itself."""
+
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Clear rows with NaN."""
+        broken.zero_where(out, out.isnan().flatten(1).any(1))
+
+
+class ClearFromFirstEmptyRow(broken.NoRemedy):
+    """Wrong: clears everything from the first empty request on; right only where padding comes last."""
+
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Clear all rows from the first empty one on."""
+        broken.zero_where(out, (a.seq_lens == 0).cumsum(0) > 0)
+
+
+class ClearShortRows(broken.NoRemedy):
+    """Wrong: treats a request of one token as empty."""
+
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Clear the rows of requests without tokens before this step."""
+        broken.zero_where(out, a.seq_lens <= a.q.shape[1])
+
+
+class MaskOnce(broken.NoRemedy):
+    """Wrong: clears the rows that were empty at the first call, which is the capture."""
+
+    mask: torch.Tensor | None = None
+
+    def after(self, a: AttentionInputs, out: torch.Tensor) -> None:
+        """Clear the rows that were empty then."""
+        if self.mask is None:
+            self.mask = a.seq_lens == 0
+        broken.zero_where(out, self.mask)
+
+
+def too_large(factor: float) -> broken.Kernel:
+    """Wrong: :func:`mla_decode`, and live rows ``factor`` times as large."""
+
+    def kernel(*call: torch.Tensor, softmax_scale: float, out: torch.Tensor | None = None) -> Any:
+        result, lse = mla_decode(*call, softmax_scale=softmax_scale, out=out)
+        return result.mul_(factor), lse
+
+    return kernel
+
+
+def ignores_out(*call: torch.Tensor, softmax_scale: float, out: torch.Tensor | None = None) -> Any:
+    """:func:`mla_decode` into its own memory: the result is right, but ``out`` is not written."""
+    return mla_decode(*call, softmax_scale=softmax_scale)
+
+
+def quantise_live_rows(x: torch.Tensor, live_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`quantize_fp8_per_tensor` with the signature of the engine's quantisers."""
+    return quantize_fp8_per_tensor(x, live_rows=live_rows)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A kernel in the engine, with its remedy.
+
+    Attributes:
+        kernel: the MLA decode.
+        remedy: wraps the kernel into the engine's attention.
+        quantise: replaces both quantisers, for a fix in the consumer.
+        layers: layers of the engine; two where one layer can disturb the other.
+        q_len: query tokens a request.
     """
-    freed: list[torch.Tensor] = []
-    remedy = setup.remedy(setup.kernel)
-    if isinstance(remedy, broken.ZerosOncePerLayer) and device == "cpu":
-        remedy.free = freed.append
-    config = setup.config(device)
-    engine = Engine(Variant("grown", remedy, broken.QUANTISERS["torch.max"]), config)
-    output = engine.taps[0]["attention"]
-    shape, where = output.shape, output.data_ptr()
-    # A serving engine keeps no reference to the stage outputs, so they can be freed.
-    del output
-    engine.taps = []
-    idle = [torch.empty(shape, dtype=config.dtype, device=device) for _ in range(free_blocks)]
-    del idle
-    larger = 2 * config.batch
-    q_shape = larger, config.q_len, config.heads, scene.LATENT
-    remedy(
-        scene.AttentionInputs(
-            q=torch.zeros(q_shape, dtype=config.dtype, device=device),
-            kv_cache=engine.kv_cache[0],
-            block_table=engine.block_table.repeat(2, 1),
-            seq_lens=torch.zeros(larger, dtype=torch.int32, device=device),
-            num_decodes=larger,
-            layer=0,
+
+    kernel: broken.Kernel = broken.empty_row_not_written
+    remedy: Callable[[broken.Kernel], Attention] = broken.NoRemedy
+    quantise: Quantiser | None = None
+    layers: int = 1
+    q_len: int = 1
+
+    @property
+    def without_fix(self) -> Setup:
+        """The same setup with the fix switched off."""
+        faulty = self.kernel in broken.KERNELS.values()
+        kernel = self.kernel if faulty else broken.empty_row_not_written
+        return replace(self, kernel=kernel, remedy=broken.NoRemedy, quantise=None)
+
+    def config(self, device: str, **sizes: Any) -> EngineConfig:
+        """Sizes of the engine on one device."""
+        return EngineConfig.for_device(device, **{"layers": self.layers, "q_len": self.q_len, **sizes})
+
+    def engine(
+        self, quantiser: str, device: str, counters: RowCounters | None = None, **sizes: Any
+    ) -> Engine:
+        """A captured engine that has served no request; memory that belongs to no request has canaries.
+
+        Args:
+            quantiser: a key of :data:`broken.QUANTISERS`.
+            device: ``"cpu"`` or ``"cuda"``.
+            counters: captured with the step.
+            sizes: fields of the :class:`EngineConfig` to change.
+        """
+        remedy = self.remedy(self.kernel)
+        variant = Variant(
+            type(remedy).__name__,
+            remedy,
+            self.quantise or broken.QUANTISERS[quantiser],
+            judged_from="quantise" if self.quantise else "attention",
+            keeps_memory=isinstance(remedy, broken.ZerosOncePerLayer),
         )
-    )
-    tenant, before = (freed.pop() if freed else None), 0
-    if device != "cpu":
-        # The allocator may first hand out blocks of this size that were freed earlier.
-        tenants: list[torch.Tensor] = []
-        while tenant is None and len(tenants) < 64:
-            tenants.append(torch.empty(shape, dtype=config.dtype, device=device))
-            tenant = tenants[-1] if tenants[-1].data_ptr() == where else None
-        before = len(tenants) - (tenant is not None)
-    changed = 0
-    if tenant is not None:
-        plant(tenant, stage=9)
-        engine.set_batch(Batch(3))
-        engine.graph.replay()
-        states = row_states(tenant.view(config.batch * config.q_len, -1), stage=9)
-        changed = sum(state != "unwritten" for state in states)
-    verdict = "overwrites a tenant" if changed else "clean"
-    return reading(verdict, tenant_rows_overwritten=changed, tensors_before_the_tenant=before)
+        engine = Engine(variant, self.config(device, **sizes), counters)
+        engine.poison(plant)
+        return engine
 
 
-def growth_by_history(free_blocks: int, device: str) -> Reading:
-    """The same if the allocator has other free blocks of this size, which it hands out first."""
-    return growth_after_capture(SETUPS["zeros_once_per_layer"], device, free_blocks)
+_DIVIDED = broken.zero_by_zero_written
 
-
-def needs_an_allocator(free_blocks: int, device: str) -> str | None:
-    """Why this device has no allocator history to test."""
-    return "a list stands for the allocator on a CPU, and has no history" if device == "cpu" else None
-
-
-GROWTH = {"zeros_once_per_layer": "overwrites a tenant", "clear_empty_rows": "clean", "mla_decode": "clean"}
-
-# --- Padding rows with one token of the null block.
-
-
-def _first_token_only(block: torch.Tensor) -> None:
-    block.fill_(torch.nan)
-    block[0] = 0
-
-
-# The first kernel masks values past seq_len. The second multiplies them by 0, as CUTLASS SM100 MLA does
-# according to its source (workbook/sm100-sources.md, 2a and 2b).
-_TILES = {"masked tail": broken.empty_row_not_written, "over-read tile": broken.block_table_not_padded}
-# Content of the null block -> the function that writes it, and the expected verdict with each kernel.
-_FILLS: dict[str, tuple[Callable[[torch.Tensor], object], tuple[str, str]]] = {
-    "NaN": (plant, (Verdict.LEAKED, Verdict.LEAKED)),
-    "zeros": (torch.Tensor.zero_, (Verdict.CLEAN, Verdict.CLEAN)),
-    "other numbers": (
-        lambda block: block.copy_(torch.linspace(-4, 4, block.numel()).view_as(block)),
-        ("wrong, finite", "wrong, finite"),
-    ),
-    "NaN after its first token": (_first_token_only, (Verdict.CLEAN, Verdict.LEAKED)),
+# The faulty kernels alone, upstream's remedies, and ours.
+SETUPS: dict[str, Setup] = {
+    "empty_row_not_written": Setup(),
+    "zero_by_zero_written": Setup(_DIVIDED),
+    "zeros_once_per_layer": Setup(remedy=broken.ZerosOncePerLayer),
+    "zeros_before_zero_by_zero": Setup(_DIVIDED, broken.ZerosOncePerLayer),
+    "one_shared_buffer": Setup(remedy=broken.OneSharedBuffer, layers=2),
+    "clears_nothing_q_len_4": Setup(remedy=broken.ClearsNothing, q_len=4),
+    "pad_with_seq_len_1": Setup(remedy=broken.PadWithSeqLenOne),
+    "masked_fill": Setup(remedy=broken.MaskedFill),
+    "clear_empty_rows": Setup(remedy=ClearEmptyRows),
+    "clear_empty_rows_q_len_4": Setup(remedy=ClearEmptyRows, q_len=4),
+    "clear_after_zero_by_zero": Setup(_DIVIDED, ClearEmptyRows),
+    "mla_decode": Setup(mla_decode),
+    "quantize_live_rows": Setup(quantise=quantise_live_rows),
 }
-NULL_BLOCKS = {
-    f"{tile}, {fill}": (kernel, write, expected[index])
-    for index, (tile, kernel) in enumerate(_TILES.items())
-    for fill, (write, expected) in _FILLS.items()
+# Remedies that remove the symptom and are wrong. Nobody merged them; they show what the test finds.
+WRONG_REMEDIES: dict[str, Setup] = {
+    "nan_to_num": Setup(_DIVIDED, NanToNum),
+    "clear_nan_rows": Setup(_DIVIDED, ClearNanRows),
+    "clear_from_first_empty_row": Setup(remedy=ClearFromFirstEmptyRow),
+    "clear_short_rows": Setup(remedy=ClearShortRows),
+    "mask_once": Setup(remedy=MaskOnce),
+    "one_per_cent_too_large": Setup(too_large(1.01)),
 }
 
+# Live requests in each replay of one captured graph; None is a full batch. In one step the last
+# request is sick by itself, and its output is what the next step finds in its padding rows.
+LIVE_COUNTS = (1, None, 3, None, 3)
+SICK_STEP = 3
+HIDDEN = "hidden"
+_SEVERITY = [Verdict.CLEAN, HIDDEN, Verdict.PAD_ONLY, Verdict.LEAKED, Verdict.LIVE_BORN]
 
-@cache
-def _cleared(kernel: broken.Kernel, device: str) -> torch.Tensor:
-    """Logits of the live rows of the same step, with its padding rows cleared."""
-    engine = Setup(kernel, ClearEmptyRows).engine("torch.max", device)
-    engine.set_batch(Batch(LIVE))
-    return engine.replay()[engine.live]
 
+class StepVerdicts(NamedTuple):
+    """Verdicts of a sequence of served steps.
 
-def null_block(case: tuple[broken.Kernel, Callable[[torch.Tensor], object], str], device: str) -> Reading:
-    """How live rows change if padding rows have ``seq_len`` 1 and read the null block.
-
-    Compared with the same step with cleared padding rows: other bits without NaN are "wrong, finite".
-
-    Args:
-        case: a kernel, what fills the null block, and the expected verdict.
-        device: ``"cpu"`` or ``"cuda"``.
+    Attributes:
+        steps: one verdict a step. No setup can heal the sick request, so its own step must be ``live_born``.
+        invariant: whether padding content left the live rows of the third step bit-identical.
     """
-    kernel, write, _ = case
-    engine = Setup(kernel, broken.PadWithSeqLenOne).engine("torch.max", device)
-    for kv_cache in engine.kv_cache:
-        write(kv_cache[0])
-    engine.set_batch(Batch(LIVE))
-    verdict, live = engine.verdict(), engine.replay()[engine.live]
-    moved = int((~same_bits(live, _cleared(kernel, device))).sum())
-    finite = "wrong, finite" if moved else str(verdict)
-    return reading(finite if verdict == Verdict.CLEAN else verdict, live_rows=len(live), moved_rows=moved)
+
+    steps: tuple[Verdict, ...]
+    invariant: bool
+
+    @property
+    def verdict(self) -> str:
+        """The worst verdict of all steps; the sick request's is ``hidden`` if nothing shows its NaN."""
+        steps: list[str] = [*self.steps]
+        steps[SICK_STEP] = Verdict.CLEAN if steps[SICK_STEP] == Verdict.LIVE_BORN else HIDDEN
+        return max(steps, key=_SEVERITY.index)
 
 
-# --- Which count is passed to the branch for several query tokens.
-
-DECODES = {
-    "the padded batch, as in a full graph": (None, Verdict.LEAKED),
-    "the real count, set by hand": (LIVE, Verdict.CLEAN),
-}
-
-
-def num_decodes(case: tuple[int | None, Verdict], device: str) -> str:
-    """Verdict of :class:`broken.ClearsNothing` with the padded ``num_decodes``, or with a given one."""
-    remedy, count = broken.ClearsNothing(broken.empty_row_not_written), case[0]
-
-    def attend(a: scene.AttentionInputs) -> torch.Tensor:
-        return remedy(a if count is None else replace(a, num_decodes=count))
-
-    config = SETUPS["clears_nothing_q_len_4"].config(device)
-    engine = Engine(Variant("ClearsNothing", attend, broken.QUANTISERS["torch.max"]), config)
-    engine.poison(plant)
-    engine.set_batch(Batch(LIVE))
-    return engine.verdict()
-
-
-# --- A buffer allocated for one query token, passed to a kernel that writes several.
-
-# A kernel, the query tokens a request, and the expected verdict.
-BUFFERS: dict[str, tuple[broken.Kernel, int, str]] = {
-    "empty_row_not_written, q_len 1": (broken.empty_row_not_written, 1, "stays inside"),
-    "empty_row_not_written, q_len 4": (broken.empty_row_not_written, 4, "writes past its end"),
-    "mla_decode, q_len 4": (mla_decode, 4, "refused"),
-}
-
-
-def three_d_buffer(case: tuple[broken.Kernel, int, str], device: str) -> Reading:
-    """Whether a launch with ``q_len`` query tokens writes past a buffer of (batch, heads, 512).
-
-    The buffer of vLLM #37442 has three dimensions, the output of several query tokens four. A kernel
-    that takes the sizes from the query and trusts the buffer writes ``q_len`` times its bytes. Here the
-    buffer is the first part of a larger allocation with canaries, so no other tensor is overwritten.
-    """
-    (kernel, q_len, _), rows = case, 8
-    call = scene.make_call(device, rows=rows, live=rows, tokens=20, q_len=q_len)
-    slab = plant(call.q.new_empty(rows * (q_len + 1), call.q.shape[2], scene.KV_LORA_RANK), stage=6)
-    try:
-        kernel(*call, softmax_scale=scene.SCALE, out=slab[:rows])
-    except ValueError as refusal:
-        untouched = set(row_states(slab, stage=6)) == {"unwritten"}
-        return reading("refused" if untouched else "refused too late", note=str(refusal))
-    past = sum(state != "unwritten" for state in row_states(slab[rows:], stage=6))
-    return reading("writes past its end" if past else "stays inside", rows_past_the_end=past, rows=rows)
+def serve(setup: Setup, quantiser: str, device: str) -> StepVerdicts:
+    """Serve :data:`LIVE_COUNTS` on one captured graph and judge each step."""
+    engine = setup.engine(quantiser, device)
+    steps, invariant = [], True
+    for step, count in enumerate(LIVE_COUNTS):
+        live = count or engine.config.batch
+        engine.set_batch(Batch(live, poisoned_row=live - 1 if step == SICK_STEP else None))
+        steps.append(engine.verdict())
+        if step == 2:
+            invariant = engine.invariant()
+    return StepVerdicts(tuple(steps), invariant)

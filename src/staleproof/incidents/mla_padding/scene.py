@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from staleproof import check
-from staleproof.cases.compare import rounding
 from staleproof.cases.graph import Graph, capture
+from staleproof.evidence.compare import rounding
 from staleproof.evidence.rows import CLEAN, Fill, Verdict, judge_rows, pad_invariance
 
 if TYPE_CHECKING:
@@ -387,7 +387,7 @@ def compared_dtype(device: str) -> torch.dtype:
 
 
 def decode_budget(dtype: torch.dtype, tokens: int, times: int = 2) -> float:
-    """How far a right decode may be from a float64 reference (:mod:`staleproof.cases.compare`).
+    """How far a right decode may be from a float64 reference (:mod:`staleproof.evidence.compare`).
 
     Args:
         dtype: of the kernel. In bf16 it rounds softmax weights and result. In fp32 it rounds each term of two

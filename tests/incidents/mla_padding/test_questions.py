@@ -1,27 +1,31 @@
 """What the table of incident 1 rests on, beside the verdict of each case."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from staleproof.incidents.mla_padding import broken, cases, scene, setups
-from staleproof.incidents.mla_padding.cases import LIVE_ROWS_WRONG, TABLE
+from staleproof.evidence import Verdict
+from staleproof.incidents.mla_padding import broken, questions, remedies, scene
+from staleproof.incidents.mla_padding.correct import wrong
+from staleproof.incidents.mla_padding.questions import LIVE_ROWS_WRONG, incident
 from staleproof.kernels.adapter import Peer
 from staleproof.ops.mla.decode import mla_decode
 from staleproof.ops.reference.mla_decode import mla_decode as reference_decode
 
 
 def test_the_evidence_of_a_peer_names_its_package(device):
-    (found,) = TABLE.ask("empty row", "torch_sdpa", device=device)
+    (found,) = incident.ask("empty row", "torch_sdpa", device=device)
     assert found.of.startswith("torch")
-    evidence = {case.key[1:3]: case.grade().of for case in TABLE.cases}
+    evidence = {case.key[1:3]: case.evidence.of for case in incident.cases}
     assert evidence["served, torch.max", "vllm_triton"].endswith(", in our engine")
 
 
 def test_a_peer_that_is_absent_is_not_asked(device):
     absent = Peer("theirs", "needs an SM100 GPU", prepare=pytest.fail)
-    assert cases._unavailable(absent, device) == "needs an SM100 GPU"
-    assert cases._unavailable(broken.empty_row_not_written, device) is None
-    assert cases._not_served(setups.Setup(absent), "cuda") == "needs an SM100 GPU"
+    assert questions.unavailable(absent, device) == "needs an SM100 GPU"
+    assert questions.unavailable(broken.empty_row_not_written, device) is None
+    assert questions._not_served(remedies.Setup(absent), "cuda") == "needs an SM100 GPU"
 
 
 def test_only_the_failure_of_a_peer_is_told_in_one_line(device):
@@ -29,9 +33,9 @@ def test_only_the_failure_of_a_peer_is_told_in_one_line(device):
         raise OSError("no image")
 
     peer = Peer("theirs", None, prepare=pytest.fail)
-    assert cases._asked(fails, peer, device).note == "failed: OSError: no image"
+    assert questions.others_may_fail(fails)(peer, device).note == "failed: OSError: no image"
     with pytest.raises(OSError, match="no image"):
-        cases._asked(fails, mla_decode, device)
+        questions.others_may_fail(fails)(mla_decode, device)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,7 @@ def test_a_kernel_that_returns_memory_of_its_own_is_judged_by_that(device, name,
         result[3:, :heads] = 0
         return result, lse
 
-    assert cases.empty_row(own, device).verdict == says
+    assert questions.empty_row(own, device).verdict == says
 
 
 def one_token_too_many(q, kv_cache, block_table, seq_lens, **how):
@@ -59,12 +63,12 @@ def drops_nan_and_reads_all(q, kv_cache, *call, **how):
     return mla_decode(q, kv_cache, *call, **how)[0] + kv_cache.nan_to_num().amax(), None
 
 
-@pytest.mark.parametrize("ask", [cases.past_seq_len, cases.unused_table_entry])
+@pytest.mark.parametrize("ask", [questions.past_seq_len, questions.unused_table_entry])
 @pytest.mark.parametrize(
     ("kernel", "says"), [(one_token_too_many, "leaked"), (drops_nan_and_reads_all, "wrong, finite")]
 )
 def test_a_byte_that_belongs_to_nobody_must_not_decide(device, ask, kernel, says):
-    assert ask(kernel, device) == says
+    assert ask(kernel, device).verdict == says
 
 
 @pytest.mark.parametrize(
@@ -83,18 +87,18 @@ def test_a_kernel_in_bf16_may_round_twice_and_a_peers_four_times(device, monkeyp
         *given, scale, _, out = call
         return lambda: kernel(*given, softmax_scale=scale, out=out)
 
-    assert cases.empty_row(kernel, device).verdict == ours
-    assert cases.empty_row(Peer("theirs", None, prepare), device).verdict == theirs
+    assert questions.empty_row(kernel, device).verdict == ours
+    assert questions.empty_row(Peer("theirs", None, prepare), device).verdict == theirs
 
 
-@pytest.mark.parametrize(("factor", "wrong"), [(1.0, False), (1.05, True)])
-def test_a_quantiser_whose_scale_is_off_by_more_than_fp8_rounds_is_wrong(device, factor, wrong):
+@pytest.mark.parametrize(("factor", "is_wrong"), [(1.0, False), (1.05, True)])
+def test_a_quantiser_whose_scale_is_off_by_more_than_fp8_rounds_is_wrong(device, factor, is_wrong):
     def quantise(x, live_rows):
-        values, scale = setups.quantise_live_rows(x, live_rows)
+        values, scale = remedies.quantise_live_rows(x, live_rows)
         return values, scale * factor
 
-    said = cases.wrong(setups.Setup(mla_decode, quantise=quantise), device)
-    assert (said or "").startswith("projection after fp8") is wrong
+    error = wrong(remedies.Setup(mla_decode, quantise=quantise), device)
+    assert (error or "").startswith("projection after fp8") is is_wrong
 
 
 @pytest.mark.parametrize(
@@ -107,43 +111,75 @@ def test_a_quantiser_whose_scale_is_off_by_more_than_fp8_rounds_is_wrong(device,
 def test_a_fix_must_be_right_beyond_the_sizes_that_gave_the_verdict(device, spoilt):
     class Spoilt(broken.NoRemedy):
         def after(self, a, out):
-            broken.zero_where(out, spoilt(a, setups.Setup().config(device)))
+            broken.zero_where(out, spoilt(a, remedies.Setup().config(device)))
 
-    assert cases.wrong(setups.Setup(mla_decode, Spoilt), device).startswith("attention, live rows")
+    assert wrong(remedies.Setup(mla_decode, Spoilt), device).startswith("attention, live rows")
 
 
 def test_a_fix_must_clear_padding_in_every_layer_and_in_memory_of_any_content(device):
-    class FirstLayer(setups.ClearEmptyRows):
+    class FirstLayer(remedies.ClearEmptyRows):
         def after(self, a, out):
             if a.layer == 0:
                 super().after(a, out)
 
-    class InTheGraph(setups.Setup):
+    class InTheGraph(remedies.Setup):
         def engine(self, *given, **sizes):
             made = super().engine(*given, **sizes)
             made.variant.attend = broken.NoRemedy(self.kernel)
             return made
 
-    assert cases.wrong(setups.Setup(remedy=FirstLayer), device).startswith("attention, padding rows: ")
-    said = cases.wrong(InTheGraph(remedy=setups.ClearEmptyRows), device)
+    assert wrong(remedies.Setup(remedy=FirstLayer), device).startswith("attention, padding rows: ")
+    said = wrong(InTheGraph(remedy=remedies.ClearEmptyRows), device)
     assert said.startswith("attention, padding rows in other memory")
 
 
 def test_a_fix_whose_live_rows_depend_on_finite_padding_is_wrong(device):
-    said = cases.wrong(setups.Setup(quantise=broken.quantise_amax_fmax), device)
+    said = wrong(remedies.Setup(quantise=broken.quantise_amax_fmax), device)
     assert said == "live rows change with the content of padding"
 
 
 def test_off_is_the_same_kernel_without_its_remedy():
     for name in ("clear_after_zero_by_zero", "clear_empty_rows_q_len_4"):
-        case = cases.off_on_off(name, setups.SETUPS[name])
-        off, on = case.off, case.subject
+        pair = questions.off_on(remedies.SETUPS[name])
+        off, on = pair.off, pair.on
         assert (off.kernel, off.q_len, off.remedy) == (on.kernel, on.q_len, broken.NoRemedy)
 
 
 @pytest.mark.parametrize("faulty", [1, 4])
 def test_the_worst_number_of_splits_decides(device, monkeypatch, faulty):
-    monkeypatch.setitem(cases.SPLITS, device, (1, 4))
+    monkeypatch.setitem(questions.SPLITS, device, (1, 4))
     kernels = {faulty: broken.empty_row_not_written, 5 - faulty: mla_decode}
-    found = cases.empty_row_by_splits(kernels.__getitem__, device)
+    found = questions.empty_row_by_splits(kernels.__getitem__, device)
     assert (found.verdict, sorted(found.numbers["states"])) == ("unwritten", ["unwritten", "zero"])
+
+
+def test_a_remedy_that_clears_is_clean_over_nan(device, monkeypatch):
+    monkeypatch.setattr(broken, "PadWithSeqLenOne", remedies.ClearEmptyRows)
+    assert questions.null_block(("masked tail", "NaN"), device).verdict == Verdict.CLEAN
+
+
+def test_what_a_null_block_is_filled_with():
+    held = {}
+    for name, write in questions.FILLS.items():
+        block = torch.ones(3, 5)
+        write(block)
+        held[name] = [row.isnan().all().item() or row.tolist() for row in block]
+    other = [[-4 + 8 * (5 * row + at) / 14 for at in range(5)] for row in range(3)]
+    zeros = [0.0] * 5
+    assert [held["NaN"], held["zeros"]] == [[True] * 3, [zeros] * 3]
+    assert held["NaN after its first token"] == [zeros, True, True]
+    assert held["other numbers"] == [pytest.approx(row, abs=1e-5) for row in other]
+
+
+def test_rows_past_a_buffer_are_counted_and_a_refusal_after_the_write_is_told_apart(device):
+    found = questions.three_d_buffer((broken.empty_row_not_written, 4), device)
+    assert found.numbers["rows_past_the_end"] == 3 * found.numbers["rows"]
+
+    assert questions.three_d_buffer((mla_decode, 4), device).note.startswith("out: expected ")
+
+    def too_late(q, *args, softmax_scale, out, behind=False):
+        (out._base[-1:] if behind else out).zero_()
+        raise ValueError("out: expected another shape")
+
+    for kernel in (too_late, partial(too_late, behind=True)):
+        assert questions.three_d_buffer((kernel, 4), device).verdict == "refused too late"
