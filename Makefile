@@ -48,7 +48,7 @@ MACHINE_TORCH := import sys, torch; \
 WHOLE ?= 0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help workbook test sources lint unit nbval random versions whole architectures sanitize public lab notebooks format clean
+.PHONY: help workbook test sources lint unit nbval random versions whole sanitize public lab notebooks format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,9 +111,6 @@ torch-%:
 	@echo "torch $*: pip install . changed none of $$(wc -l < .venv-versions/$*/before) installed packages"
 	.venv-versions/$*/bin/python -m pip install -q -e ".[workbook,test]"
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 .venv-versions/$*/bin/python -m pytest -q -n $(JOBS)
-
-architectures: $(READY) ## compile every kernel for the GPUs that are not here (seconds, or six minutes without a cache)
-	$(BIN)/python -m tools.architectures
 
 sanitize: $(READY) ## every kernel under compute-sanitizer and Triton's ConSan, on a GPU
 	$(BIN)/python -m pytest -q -p no:nbval tests/test_compute_sanitizer.py

@@ -8,12 +8,10 @@ best and in the case where it compares worst. README's sentence has the worst of
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from staleproof.cases import store
@@ -257,8 +255,6 @@ def first_lines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| `{kernel}` | {empty} | {filled} | {us(found['the second call', 'filled'])} |"
 
 
-# Edges of the heat map's bands: requests, and tokens of the longest.
-BATCHES, TOKENS = (1, 5, 17, 65, 257), (128, 513, 2049, 8193, 2**15 + 1)
 GRID = (
     "MLA decode over cells drawn from a grid (16 to 128 heads, 1 to 4 query tokens, uniform and ragged "
     "lengths), cold: our time divided by that of the fastest peer, FlashInfer or FlashMLA. Below 1 ours is "
@@ -268,8 +264,6 @@ NAN = (
     "Routers of 128 tokens of which a tenth is NaN, as in the benchmark of vLLM #39593: their times, and "
     "their answers for the NaN rows:"
 )
-# At most so many times the faster peer, and the colour of it.
-COLOURS = {1.0: "\U0001f7e9", 1.05: "\U0001f7e8", math.inf: "\U0001f7e5"}
 
 
 def cells(rows: Sequence[Row]) -> dict[tuple[str, int, int | None], dict[str, float]]:
@@ -299,28 +293,8 @@ def by_the_faster(of: Mapping[str, float]) -> float:
     return of["ours"] / min(us for name, us in of.items() if name != "ours")
 
 
-def cell_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """The table of ``workbook/mla-decode.md``: every cell, and how often and where a peer is faster."""
-    found = cells(rows)
-    ratios = {cell: by_the_faster(of) for cell, of in found.items()}
-    slow = sorted((ratio, cell) for cell, ratio in ratios.items() if ratio > 1.05)[::-1]
-    unknown = [ratio for (*_, seed), ratio in ratios.items() if seed]
-    names = "; ".join(f"{mode}, {tokens:,} tokens: {ratio:.2f}" for ratio, (mode, tokens, _) in slow)
-    yield (
-        f"Over {len(found)} cells ours takes {statistics.geometric_mean(ratios.values()):.2f} of the faster "
-        f"peer's time (geometric mean). {len(slow)} are over 1.05: {names or 'none'}. Of the {len(unknown)} "
-        f"that no constant was fitted to, the worst is {max(unknown):.2f}.\n"
-    )
-    peers = "fa2", "fa3", "FlashMLA"
-    yield f"| cell | longest, tokens | ours, us | {', us | '.join(peers)}, us | ours by the fastest |"
-    yield "|---|---|---|---|---|---|---|"
-    for cell, of in found.items():
-        times = " | ".join(us(of[name]) if name in of else "" for name in ("ours", *peers))
-        yield f"| {cell[0]} | {cell[1]:,} | {times} | {ratios[cell]:.2f} |"
-
-
 def grid_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """The heat map: geometric mean and largest ratio of the drawn cells in each band."""
+    """Geometric mean and largest ratio of the drawn cells."""
     ratios = {cell: by_the_faster(of) for cell, of in cells(rows).items()}
 
     def mean(ratios: Sequence[float]) -> float:
@@ -336,21 +310,6 @@ def grid_lines(rows: Sequence[Row]) -> Iterator[str]:
                 f"{len(of)} cells {says}: geometric mean {mean(of):.2f}, {close} at most 1.05, "
                 f"worst {max(of):.2f}."
             )
-    yield "\n| requests | " + " | ".join(f"{a} to {b - 1} tokens" for a, b in pairwise(TOKENS)) + " |"
-    yield "|---|" + "---|" * (len(TOKENS) - 1)
-    for low, high in pairwise(BATCHES):
-        line = []
-        for first, last in pairwise(TOKENS):
-            of = [
-                ratio
-                for (mode, tokens, seed), ratio in ratios.items()
-                if seed is not None
-                and first <= tokens < last
-                and low <= int(mode.split("batch ")[1].split()[0].strip(",")) < high
-            ]
-            colour = next(each for most, each in COLOURS.items() if mean(of) <= most) if of else ""
-            line.append(f"{colour} {mean(of):.2f}, worst {max(of):.2f} of {len(of)}" if of else "none drawn")
-        yield f"| {low} to {high - 1} | " + " | ".join(line) + " |"
 
 
 def nan_lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -362,22 +321,6 @@ def nan_lines(rows: Sequence[Row]) -> Iterator[str]:
             told = row["of_these_repeat"], row["of_these_weigh_nan"]
             repeat, weigh = (f"{count} of {row['nan_rows']}" for count in told)
             yield f"| `{row['kernel']}` | {row['provider']} | {us(row['p50'])} | {repeat} | {weigh} |"
-
-
-def fusion(rows: Sequence[Row]) -> str:
-    """What of the live-row quantiser's gain in a decode step is not the fix."""
-    found = {
-        (row["provider"], row["x_value"]): row["p50"]
-        for row in rows
-        if row["kernel"] == "decode_step" and row["mode"].endswith(" 512 tokens")
-    }
-    most = max(x for _, x in found)
-    gains = {x: found["without", x] - found["quantize live rows", x] for x in (3, 100, most)}
-    return (
-        f"At 512 tokens the live-row quantiser gains {us(gains[most])} us with all {most} rows live: that "
-        "much is one fused kernel in place of eager `torch.max`, not the fix. It gains "
-        f"{us(gains[100])} us with 100 rows live and {us(gains[3])} us with 3."
-    )
 
 
 def about(run: Run) -> str:
@@ -406,7 +349,8 @@ def section(run: Run) -> str:
     parts = {
         f"{head}\n\n{rule}": kernel_lines,
         "What a variant adds to a captured decode step, us:": step_lines,
-        f"{fusion(rows)}\n\nWhat a patch changes, us of the device, or of the calling thread where the call "
+        "What the quantisers gain with all rows live is one fused kernel in place of eager `torch.max`, not "
+        "the fix.\n\nWhat a patch changes, us of the device, or of the calling thread where the call "
         "says `host`:": patch_lines,
         GRID: grid_lines,
         NAN: nan_lines,
@@ -462,7 +406,6 @@ def parts(run: Run) -> Iterator[tuple[str, str, str]]:
     yield "README.md", BEGIN, short(run)
     yield "README.md", BEGIN_DIAGNOSE, diagnosis()
     yield "workbook/figures.md", BEGIN, section(run)
-    yield "workbook/mla-decode.md", BEGIN, "\n".join(cell_lines(run.measurements))
 
 
 def picture() -> str:

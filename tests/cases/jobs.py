@@ -35,15 +35,6 @@ def sigint() -> list[object]:
     return [signal.getsignal(signal.SIGINT), signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
 
 
-def compile_without_ptxas_blackwell() -> list[object]:
-    from tools.architectures import compile_here
-    from triton import knobs
-
-    find = knobs.NvidiaTool.from_path
-    knobs.NvidiaTool.from_path = staticmethod(lambda path: None if "blackwell" in path else find(path))
-    return compile_here([100], ["distinct_experts, top 8, int64"])
-
-
 def tell_and_crash() -> None:
     tell("first")
     tell({"second": 2})

@@ -1,10 +1,11 @@
-"""The files that ``tools.lift`` writes for vLLM: they are up to date, and give the bits of the operations."""
+"""The fixes as files for vLLM, in ``workbook/upstream``: they give the bits of the operations."""
 
 from __future__ import annotations
 
 import runpy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,16 +23,13 @@ import triton
 import triton.language as tl
 from tests.bits import assert_same_bits
 
-from tools import lift
-
-BY_FOLDER = {one.folder: one for one in lift.LIFTS}
-
-
-@pytest.mark.parametrize("folder", BY_FOLDER)
-def test_a_file_is_what_the_tool_writes(folder: str) -> None:
-    one = BY_FOLDER[folder]
-    assert one.path.read_text() == lift.lifted(one), "python -m tools.lift"
-    assert "staleproof" not in one.path.read_text()
+UPSTREAM = Path(__file__).parents[2] / "workbook/upstream"
+# Folder -> the file that vLLM would take.
+FILES = {
+    "mla-empty-rows": "clear_empty_rows.py",
+    "topk-distinct": "distinct_topk.py",
+    "kv-block-zeroing": "zero_kv_blocks.py",
+}
 
 
 @pytest.fixture(name="function")
@@ -43,7 +41,7 @@ def function_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callabl
         monkeypatch.setitem(sys.modules, name, module)
 
     def of(folder: str) -> Callable[..., None]:
-        path = BY_FOLDER[folder].path
+        path = UPSTREAM / folder / FILES[folder]
         found = runpy.run_path(str(path))[path.stem]
         check.require(callable(found), path.stem, "a function", found)
         return found  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The Hopper kernels give the reference's results; tests/tools/test_architectures.py compiles them."""
+"""The Hopper kernels give the reference's results."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from staleproof.cases.words import NOT_RUN
 from staleproof.device import version_of
 from staleproof.report import timeline
 from staleproof.report.plots import INK
-from tools import timeline as pages
 
 WORKBOOK = Path(__file__).resolve().parents[2] / "workbook"
 # As tests/vllm/environment.py has it.
@@ -42,11 +41,6 @@ def _file(tmp_path: Path, events: Sequence[Changes] = (), claims: Sequence[Chang
     return path
 
 
-def test_the_committed_table_is_what_the_generator_gives():
-    have = (WORKBOOK / "timeline.md").read_text("utf-8")
-    assert have == pages.markdown(), "run: python -m tools.timeline"
-
-
 def test_every_incident_has_events_and_every_thread_an_address():
     events = timeline.load()
     assert {n for e in events for n in e.incidents} == set(timeline.LANES)
@@ -63,56 +57,6 @@ def test_load_reads_one_incident_or_several(tmp_path):
     one, two, every = timeline.load(path)
     assert (one.date, one.reported) == (datetime.date(2026, 3, 18), ("7 us", "8 us"))
     assert (one.incidents, two.incidents, every.incidents) == ((1,), (2, 5), (1, 2, 3, 4, 5, 6, 7))
-
-
-@pytest.mark.parametrize(
-    ("read", "rows", "message"),
-    [
-        (timeline.load, [{"incident": 99}], "timeline entry 1, incident: expected some of"),
-        (timeline.load, [{"incident": []}], "timeline entry 1, incident: expected some of"),
-        (timeline.load, [{}, {"extra": 1}], "timeline entry 2: expected the fields"),
-        (timeline.load, [{"date": "2026-03-32"}], "day"),
-        # What a thread says did not run here; what we checked has a grade.
-        (timeline.load, [{"grade": "real"}], "timeline entry 1, grade of None: expected one of"),
-        (timeline.load, [{"checked": True}], "timeline entry 1, grade of None: expected one of"),
-        (timeline.load, [{"where": ["vllm/envs.py"]}], "1, where: expected package, release, file:line"),
-        (timeline.load, [{}, {"date": "2026-03-17"}], "expected entries in order of date"),
-        (timeline.claims, [{"mark": "true"}], "claim 1, mark: expected one of"),
-        (timeline.claims, [{"grade": "seen"}], "claim 1, grade of 'held': expected one of"),
-        (timeline.claims, [{"grade": None}], "claim 1, grade of 'held': expected one of"),
-        (timeline.claims, [{"mark": timeline.NOT_HERE}], "1, grade of 'could not be run here': expected"),
-        (timeline.claims, [{"mark": timeline.CONSISTENT}], "grade of 'consistent with a replica': expected"),
-        (timeline.claims, [{"where": ["kernel.hpp"]}], "1, where: expected package, release, file:line"),
-        (timeline.claims, [{"grade": "source"}], "claim 1, where: expected the lines that say it"),
-        (timeline.claims, [{}, {"extra": 1}], "claim 2: expected the fields"),
-        (timeline.claims, [{"finding": ["a", "b"]}], "1, finding: expected incident, question, variant"),
-    ],
-)
-def test_a_bad_entry_is_named(tmp_path, read, rows, message):
-    with pytest.raises(ValueError, match=message):
-        read(_file(tmp_path, rows, rows))
-
-
-def test_a_table_row_carries_source_incidents_figures_and_mark(tmp_path):
-    read = {"grade": "source", "where": ["vLLM 1.0 a.py:7", "vLLM 1.0 b.py:8-9", "vLLM 2.0 a.py:7"]}
-    wheel = {"checked": True, "url": None, "reported": [], **read}
-    events = timeline.load(_file(tmp_path, [{"event": "a | b"}, wheel]))
-    rows = pages.markdown(events, []).split("\n\n## ")[0].splitlines()[-2:]
-    assert rows[0] == (
-        "| 2026-03-18 | [vLLM #1](https://example.org/1) | 1 | a \\| b | 7 us<br>8 us | reported |"
-    )
-    assert rows[1] == (
-        "| 2026-03-18 | vLLM #1 | 1 | It began. |  | "
-        "checked, source<br>vLLM 1.0 `a.py:7`<br>`b.py:8-9`<br>vLLM 2.0 `a.py:7` |"
-    )
-
-
-def test_a_claim_names_the_finding_that_shows_it_also_where_it_was_not_run(tmp_path):
-    absent = {"mark": timeline.NOT_HERE, "grade": None}
-    told = timeline.claims(_file(tmp_path, claims=[absent, {"finding": None}]))
-    shown = [row.rpartition(" | ")[2] for row in pages.markdown([], told).splitlines()[-2:]]
-    walked = "[01](../notebooks/01_mla_padding.ipynb)"
-    assert shown == [f"{walked}: `mla_padding`, `empty row`, `a`, `nan` |", f"{walked} |"]
 
 
 def test_no_label_of_the_picture_meets_another_and_ink_is_mid_grey():
@@ -196,12 +140,6 @@ def test_what_shows_a_claim_is_what_the_recorded_runs_hold():
             assert {f.grade for f in held if f.ran} <= {c.grade} or c.grade == Grade.SOURCE, c
 
 
-def test_six_claims_about_sm100_rest_on_its_source():
-    cuda = ("csrc/", "include/flashinfer")
-    by_source = [c for c in timeline.claims() if c.grade == Grade.SOURCE]
-    assert sum(any(part in line for line in c.where for part in cuda) for c in by_source) >= 6
-
-
 def test_lines_that_are_cited_exist_where_the_release_is_here():
     """Of FlashInfer, if this version is installed, and of the releases of vLLM that were fetched."""
     cited = {line for c in (*timeline.claims(), *timeline.load()) for line in c.where}
@@ -227,11 +165,3 @@ def test_lines_that_are_cited_exist_where_the_release_is_here():
             assert "csrc/" in file or not (CACHE / version).is_dir(), line
     if not checked:
         pytest.skip("neither this FlashInfer nor a fetched release of vLLM is here")
-
-
-def test_a_claims_row_carries_mark_conditions_and_what_shows_it(tmp_path):
-    line = pages.markdown([], timeline.claims(_file(tmp_path, claims=[{}]))).splitlines()[-1]
-    assert line == (
-        "| 1 | [vLLM #1](https://example.org/1) | It is so. | held | real | Here. | "
-        "[01](../notebooks/01_mla_padding.ipynb): `mla_padding`, `empty row`, `a`, `nan` |"
-    )

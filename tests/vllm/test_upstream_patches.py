@@ -1,7 +1,7 @@
 """The patches and drafts of ``workbook/upstream``: they fit vLLM 0.33.0, and their tests fail without them.
 
-Those in a folder change the call site of a file that ``tools.lift`` writes; ``tests/ops/test_lifted.py``
-compares its results with those of our operations.
+Those in a folder change the call site of the file beside them; ``tests/ops/test_lifted.py`` compares its
+results with those of our operations.
 """
 
 import os
@@ -13,13 +13,18 @@ from pathlib import Path
 import environment
 import pytest
 import warm
-from tools.lift import LIFTS
 
 VERSION = "0.33.0"
 UPSTREAM = Path(__file__).parents[2] / "workbook/upstream"
 # Their tests run on a CPU.
 FP4 = UPSTREAM / f"vllm-{VERSION}-fused-fp4-scales.patch"
-SITES = {one.folder: UPSTREAM / one.folder / f"call-site-{VERSION}.patch" for one in LIFTS}
+# Folder of a fix -> its new file in vLLM.
+TARGETS = {
+    "mla-empty-rows": "vllm/v1/attention/ops/clear_empty_rows.py",
+    "topk-distinct": "vllm/model_executor/layers/fused_moe/router/distinct_topk.py",
+    "kv-block-zeroing": "vllm/v1/worker/zero_kv_blocks.py",
+}
+SITES = {folder: UPSTREAM / folder / f"call-site-{VERSION}.patch" for folder in TARGETS}
 # As released it calls CUDA kernels: its tests say nothing without a GPU. Those with the next patch do.
 ROUTER = "topk-distinct"
 # Its test is of compiled kernels.
@@ -73,11 +78,11 @@ def test_their_own_tests_fail_as_released_and_pass_with_them(tmp_path, mended, e
     only = () if mended else ("tests/*",)
     variables = environment.patched(VERSION, tmp_path, *(patch.read_text() for patch in diffs), only=only)
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    for one in LIFTS:
+    for folder, target in TARGETS.items():
         # The new file and its test, without the fix.
-        shutil.copy(one.path, tmp_path / one.target)
-        if mended or one.folder != ROUTER:
-            for test in one.path.parent.glob("test_*.py"):
+        shutil.copy(UPSTREAM / folder / Path(target).name, tmp_path / target)
+        if mended or folder != ROUTER:
+            for test in (UPSTREAM / folder).glob("test_*.py"):
                 shutil.copy(test, tmp_path / "tests" / test.name)
     done = warm.run("-c", RUN, cwd=tmp_path, env=variables, timeout=300)
     assert re.search(rf"^{expected}\b", done.stdout, re.MULTILINE), done.stdout[-2000:] + done.stderr

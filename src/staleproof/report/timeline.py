@@ -1,7 +1,6 @@
 """The timeline of the incidents and the claims of their threads, and a picture of them.
 
-Both are in ``workbook/timeline.json``. ``python -m tools.timeline`` writes
-``workbook/timeline.md`` from it.
+Both are in ``workbook/timeline.json``; ``workbook/timeline.md`` is the page with the same lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MLA decode. ``workbook/mla-decode.md`` says which kernel runs when, and why.
+"""MLA decode. ``README.md`` says which kernel runs when, and why.
 
 - ``decode``: the public function and the portable Triton kernel.
 - ``plan``: the choice of a kernel and of its cuts, from shapes alone.

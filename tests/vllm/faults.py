@@ -1,10 +1,7 @@
 """Faults planted in the hooks of each patch, and what the patched function of vLLM returns then.
 
-    python -m tools.plugin_faults
-
-writes the table to workbook/plugin-faults.json and .md; the tests ask the same and compare. A patch's
-hooks stand on a function of the name, the place and the leading arguments of vLLM's, which doubles a
-tensor. Their bodies are replaced by faults. What needs a GPU is `not run` where there is none.
+A patch's hooks stand on a function of the name, the place and the leading arguments of vLLM's, which doubles
+a tensor. The bodies of the hooks are replaced by faults.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import json
 import logging
 import tempfile
 import threading
@@ -31,14 +27,6 @@ from staleproof.vllm.patch import CACHE_TARGETS, Patch
 from staleproof.vllm.plugin import patches
 from staleproof.vllm.standing import registry
 
-FILE = Path(__file__).parents[1] / "workbook/plugin-faults.json"
-ABOUT = """\
-Written by `python -m tools.plugin_faults`; the cells are in `plugin-faults.json`. Every hook of every patch
-wraps a stub with the name, the module and the leading arguments of vLLM's function, and raises. `vLLM's own`:
-each call returned what it returns without the patch. `1 line`: one warning in the log, which names the patch
-that is out of service from then on, and those that require it. If torch.compile was tracing the call, the
-line comes when the trace is over, and vLLM does not save the graph."""
-NOT_RUN = "not run: needs a GPU"
 OWN = "vLLM's own"
 Double = Callable[[torch.Tensor], torch.Tensor]
 Fail = Callable[[], None]
@@ -175,7 +163,7 @@ def targets() -> Iterator[tuple[Patch, Target]]:
 
 
 def name_of(patch: Patch, target: Target) -> str:
-    """The row of the table; a patch may wrap the same method of two releases' modules."""
+    """A patch may wrap the same method of two releases' modules."""
     return f"{patch.name}: {target.module.removeprefix('vllm.')}.{target.name}"
 
 
@@ -260,46 +248,3 @@ def ask(patch: Patch, target: Target, fault: Fault) -> Answer:
         return Answer(f"{type(error).__name__}: {error}", log.lines, [*registry.out_of_service()])
     finally:
         hooks.logger.removeHandler(log)
-
-
-def cell(answer: Answer, fault: Fault) -> str:
-    """One answer as the table shows it."""
-    return f"{answer.returned}; {len(answer.lines)} line; out of service: {', '.join(answer.out_of_service)}"
-
-
-def table() -> dict[str, dict[str, str]]:
-    """Row -> fault -> what vLLM returned, the lines in the log, and what stepped back.
-
-    Where there is no GPU, what was recorded on one stays.
-    """
-    found: dict[str, dict[str, str]] = {}
-    recorded = json.loads(FILE.read_text())
-    for patch, target in targets():
-        row = found.setdefault(name_of(patch, target), {})
-        for name, fault in FAULTS.items():
-            if fault.leaving and target.around is None:
-                row[name] = "no context"
-            elif fault.on == "cuda" and not torch.cuda.is_available():
-                row[name] = recorded.get(name_of(patch, target), {}).get(name, NOT_RUN)
-            else:
-                row[name] = cell(ask(patch, target, fault), fault)
-    return found
-
-
-def as_markdown(found: dict[str, dict[str, str]]) -> str:
-    """The table by fault: how many targets gave which answer, then every row that differs."""
-    lines = ["# Faults in the hooks of the plugin", "", ABOUT, ""]
-    lines += ["| fault | functions | what came of it |", "|---|---|---|"]
-    for name in FAULTS:
-        answers = [row[name].partition("; out of service")[0] for row in found.values()]
-        for answer in dict.fromkeys(answers):
-            lines.append(f"| {name} | {answers.count(answer)} | {answer} |")
-    lines += ["", "The functions, and the patch that steps back after a call that failed:", ""]
-    return "\n".join([*lines, *(f"- `{row}`" for row in found), ""])
-
-
-if __name__ == "__main__":
-    answers = table()
-    FILE.write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")
-    FILE.with_suffix(".md").write_text(as_markdown(answers), encoding="utf-8")
-    print(FILE)
