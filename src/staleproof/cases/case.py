@@ -94,10 +94,6 @@ def failed(error: Exception) -> Reading:
     return absent(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
-class MissingError(RuntimeError):
-    """Raised by an ask: something that it needs is not there. The text says what, in one line."""
-
-
 def nothing(subject: Any, device: str) -> str | None:
     """Nothing is missing: the default of :attr:`Case.needs`."""
 

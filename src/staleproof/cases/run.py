@@ -21,11 +21,12 @@ from typing import Any
 from staleproof import device as devices
 from staleproof.cases import children
 from staleproof.cases import words as families
-from staleproof.cases.case import Case, Fix, MissingError, Reading, Scene
+from staleproof.cases.case import Case, Fix, Reading, Scene
 from staleproof.cases.children import ChildError
 from staleproof.cases.finding import FIX, Finding, Three, finding, not_run, three_of
 from staleproof.cases.words import NOT_RUN, Outcome
 from staleproof.check import require
+from staleproof.lab import MissingError
 
 Progress = Callable[[str], None]
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from staleproof.cases.case import MissingError
+from staleproof.lab import MissingError
 from staleproof.vllm.sources import PatchError, installed
 
 
