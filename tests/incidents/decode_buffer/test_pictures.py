@@ -7,7 +7,7 @@ from staleproof.incidents.decode_buffer.pictures import Headroom, headroom, head
 from staleproof.incidents.decode_buffer.scene import DIES, LIVES
 
 
-def test_the_headroom_line_moves():
+def test_smaller_graph_or_fewer_heads_leave_headroom():
     reported, half, fewer = headroom(), headroom(batch=1024), headroom(heads=16)
     assert str(reported).startswith("256.00 MiB x 61 layers = 15.25 GiB, headroom ")
     assert [h.verdict for h in (reported, half, fewer)] == [DIES, LIVES, LIVES]
@@ -18,7 +18,7 @@ def test_the_headroom_line_moves():
         headroom(utilisation=1.5)
 
 
-def test_the_headroom_picture_holds_the_numbers():
+def test_headroom_picture_draws_its_numbers():
     case = Headroom(1, 4 * GIB, 2 * GIB, GIB, 10 * GIB, 3 * GIB, LIVES)
     axes = headroom_figure({"a": case}).axes[0]
     assert [bar.get_width() for bar in axes.patches] == [4.0, 2.0, 1.0]

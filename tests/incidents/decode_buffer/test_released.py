@@ -17,14 +17,14 @@ def folder(version: str) -> Path:
     return environment.sources(version) / "vllm"
 
 
-def test_nothing_stays_behind():
+def test_profile_of_a_release_leaves_no_module_behind():
     before = {name: sys.modules.get(name) for name in ("vllm", "flashinfer", "flashinfer.decode")}
     profiled(Released("0.18.1", "FlashInfer"), folder("0.18.1"))
     assert {name: sys.modules.get(name) for name in before} == before
     assert torch.empty(2, device="meta").is_meta
 
 
-def test_the_lines_that_are_named_are_those_of_the_release():
+def test_lines_in_the_docstring_are_those_of_the_release():
     root = folder("0.18.1")
     assert released.__doc__ is not None
     wanted = {

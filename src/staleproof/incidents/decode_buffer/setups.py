@@ -1,4 +1,4 @@
-"""The variants of incident 2: a decode buffer in a server, and the expected answer to each question."""
+"""The variants of incident 2: a decode buffer in a server, and how such a server is started."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from staleproof import child
 from staleproof import device as devices
-from staleproof.cases import children
 from staleproof.evidence.ledger import AllocationLedger
 from staleproof.incidents.decode_buffer import broken
 from staleproof.incidents.decode_buffer.allocator import CudaMemory, Memory, SimulatedMemory
 from staleproof.incidents.decode_buffer.model import Attention, Experts, Part, ServerConfig
-from staleproof.incidents.decode_buffer.scene import DIES, LIVES, Outcome, Server
+from staleproof.incidents.decode_buffer.scene import Outcome, Server
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.decode_workspace import DecodeWorkspace
 
@@ -71,64 +71,32 @@ def _keyed() -> Wiring:
     return Wiring(partial(KeyedWorkspace, workspace=workspace), ready=workspace.lock)
 
 
-@dataclass(frozen=True)
-class Setup:
-    """One row of the verdict matrix: a buffer, and the expected verdicts.
+@contextlib.contextmanager
+def process(variant: str) -> Iterator[Wiring]:
+    """The parts of a new process, whose module-level memory is dropped at its end.
 
-    Attributes:
-        wire: makes the parts of a new process.
-        expect: the verdict on each question, by its name.
-        fix: whether it is one of ours, verified off / on / off.
+    Args:
+        variant: a key of :data:`SETUPS`.
     """
-
-    wire: Callable[[], Wiring]
-    expect: Mapping[str, str]
-    fix: bool = False
-
-    @contextlib.contextmanager
-    def process(self) -> Iterator[Wiring]:
-        """The parts of a new process, whose module-level memory is dropped at its end."""
-        try:
-            yield self.wire()
-        finally:
-            broken.forget_singleton()
+    try:
+        yield SETUPS[variant]()
+    finally:
+        broken.forget_singleton()
 
 
-# About the whole server: whether it dies, and whether the profile run counted the kept memory. About one
-# layer: whether the outputs of two micro-batches in flight mix, the shape that a model with other heads and
-# rank gets, what happens at a batch larger than the captured one, what an empty row of the output contains
-# after a step, and whose rows it contains if layers decode one after another (without a buffer the memory
-# pool decides that).
-QUESTIONS = ("server", "profile", "overlap", "other_model", "growth", "empty_rows", "in empty rows")
-# The expected answers for a buffer in each layer, except the first two.
-_KEPT = ("mixed", "right shape", "writes freed memory", "stale", "its own")
-
-
-def _setup(wire: Callable[[], Wiring], *expect: str, fix: bool = False) -> Setup:
-    return Setup(wire, dict(zip(QUESTIONS, expect, strict=False)), fix)
-
-
-SETUPS: dict[str, Setup] = {
-    "no_buffer": _setup(Wiring, LIVES, "nothing kept", "separate", "right shape", "safe", "stale"),
-    "zeros_per_layer": _setup(partial(Wiring, broken.ZerosPerLayer), DIES, "unseen", *_KEPT),
-    "zeros_before_profile": _setup(partial(Wiring, broken.ZerosBeforeProfile), LIVES, "seen", *_KEPT),
-    "module_singleton": _setup(
-        partial(Wiring, broken.ModuleSingleton),
-        *(LIVES, "unseen", "mixed", "wrong shape", "writes freed memory", "stale", "another layer's"),
-    ),
-    "decode_workspace": _setup(
-        *(_keyed, LIVES, "seen", "separate", "right shape", "refused", "stale", "another layer's"), fix=True
-    ),
-    "clear_empty_rows": _setup(
-        partial(Wiring, ClearedRows),
-        *(LIVES, "nothing kept", "separate", "right shape", "safe", "cleared", "cleared"),
-        fix=True,
-    ),
-    "lazy_moe_workspace": _setup(partial(Wiring, Attention, broken.LazyMoeWorkspace), DIES, "unseen"),
+# Variant -> makes the parts of a new process.
+SETUPS: dict[str, Callable[[], Wiring]] = {
+    "no_buffer": Wiring,
+    "zeros_per_layer": partial(Wiring, broken.ZerosPerLayer),
+    "zeros_before_profile": partial(Wiring, broken.ZerosBeforeProfile),
+    "module_singleton": partial(Wiring, broken.ModuleSingleton),
+    "decode_workspace": _keyed,
+    "clear_empty_rows": partial(Wiring, ClearedRows),
+    "lazy_moe_workspace": partial(Wiring, Attention, broken.LazyMoeWorkspace),
 }
 OFF = "zeros_per_layer"
-# The variants that change the attention. For the others only the whole server can be judged.
-ATTENTION = [name for name, setup in SETUPS.items() if "overlap" in setup.expect]
+# The variants that change the attention. For the other only the whole server can be judged.
+ATTENTION = [name for name in SETUPS if name != "lazy_moe_workspace"]
 
 
 @dataclass(frozen=True)
@@ -169,7 +137,7 @@ def run_server(case: ServerCase, device: str) -> Outcome:
     else:
         config = case.config or REPORT
         memory = SimulatedMemory(config.total_bytes)
-    with SETUPS[case.variant].process() as wiring:
+    with process(case.variant) as wiring:
         server = Server(
             replace(config, **case.changes), memory, wiring.attention, wiring.experts, wiring.ready
         )
@@ -197,4 +165,4 @@ def run_servers(cases: Sequence[ServerCase], device: str) -> list[Outcome]:
     """
     if device != "cuda":
         return [run_server(case, device) for case in cases]
-    return children.call(_run_on_cuda, cases, timeout_s=SERVERS_TIMEOUT_S).answer()
+    return child.call(_run_on_cuda, cases, timeout_s=SERVERS_TIMEOUT_S).answer()
