@@ -5,15 +5,14 @@ from functools import partial
 import pytest
 import torch
 
-from staleproof.cases.finding import OFF_ON_OFF
-from staleproof.cases.words import WRONG
 from staleproof.incidents.scale_padding import broken, correct, ids, null_block, scene
-from staleproof.incidents.scale_padding.cases import ID_WIDTHS, TABLE
+from staleproof.incidents.scale_padding.questions import ID_WIDTHS, incident
+from staleproof.lab import OFF_ON_OFF, WRONG
 from staleproof.ops.nvfp4 import quantize_nvfp4
 
 
 def fix(name):
-    (found,) = TABLE.ask(OFF_ON_OFF, name)
+    (found,) = incident.ask(OFF_ON_OFF, name)
     return found.verdict, found.note
 
 

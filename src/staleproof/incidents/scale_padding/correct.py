@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from staleproof.cases.compare import other_bits, rounding, too_far
+from staleproof.evidence.compare import other_bits, rounding, too_far
 from staleproof.evidence.rows import pad_invariance
 from staleproof.incidents.scale_padding import broken, ids, null_block
 from staleproof.incidents.scale_padding.scene import IN_KERNEL, LIVE, Product, multiply, product_on, step_of

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from staleproof.cases.words import NOT_REPRODUCED
 from staleproof.incidents.scale_padding.remedies import (
     CAUSES,
     IN_TORCH,
@@ -24,6 +23,7 @@ from staleproof.incidents.scale_padding.remedies import (
     Operations,
     Server,
 )
+from staleproof.lab import NOT_REPRODUCED, Answer, bad, good, open_
 
 # The largest number that float32 and bfloat16 both have. In bfloat16 its two bytes are NaN if read as e4m3.
 LARGEST = torch.finfo(torch.bfloat16).max
@@ -62,14 +62,14 @@ def serve(
     wrong, survived = 0, True
     for number, live in enumerate(LIVE):
         if survived:
-            said = server.step(number)
+            step = server.step(number)
             # An illegal access ends the process, and with it all later steps.
-            survived = said.survived
+            survived = step.survived
         if number == SICK_STEP:
             continue
-        wanted = said.meant if cause == "duplicate ids" else _right(cause, device)[number]
+        wanted = step.meant if cause == "duplicate ids" else _right(cause, device)[number]
         for row in range(live):
-            near = torch.allclose(said.rows[row], wanted[row], rtol=1e-3, atol=1e-4)
+            near = torch.allclose(step.rows[row], wanted[row], rtol=1e-3, atol=1e-4)
             wrong += not (survived and near)
     return wrong
 
@@ -95,7 +95,7 @@ class Cell:
     remedy: str
     counts: Sequence[Counts]
 
-    def _told(self) -> dict[str, int]:
+    def _effects(self) -> dict[str, int]:
         """The number of histories in which the remedy made it worse, helped, or cured it."""
         shown = [count for count in self.counts if count.off]
         return {
@@ -106,20 +106,20 @@ class Cell:
 
     @property
     def verdict(self) -> str:
-        """A word of the family ``cure``.
+        """What the remedy does.
 
         ``not reproduced`` if the cause appears in no history, or differs between the two runs without the
         remedy. Otherwise ``cured`` if nothing is wrong in any history; ``made worse`` if more is wrong in
         one; ``helped`` if less is wrong in one; ``not cured`` if the remedy changes no count.
         """
-        told = self._told()
+        effects = self._effects()
         if not any(count.off for count in self.counts) or any(c.off != c.off_again for c in self.counts):
             return NOT_REPRODUCED
         if not any(count.on for count in self.counts):
             return CURED
-        if told["worse_in"]:
+        if effects["worse_in"]:
             return WORSE
-        return HELPED if told["helped_in"] or told["cured_in"] else NOT_CURED
+        return HELPED if effects["helped_in"] or effects["cured_in"] else NOT_CURED
 
     @property
     def numbers(self) -> dict[str, str | int]:
@@ -130,7 +130,13 @@ class Cell:
             for name, column in zip(Counts._fields, columns, strict=True)
         }
         shown = sum(count.off > 0 for count in self.counts)
-        return {**counts, **self._told(), "shown": shown, "of": len(self.counts)}
+        return {**counts, **self._effects(), "shown": shown, "of": len(self.counts)}
+
+    @property
+    def answer(self) -> Answer:
+        """The verdict with the numbers; good only if the remedy cures."""
+        outcomes = {CURED: good, HELPED: open_, NOT_REPRODUCED: open_}
+        return outcomes.get(self.verdict, bad)(self.verdict, **self.numbers)
 
 
 def row_of(cause: str, device: str, remedies: Sequence[str]) -> dict[str, Cell]:

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from staleproof.cases import children
+from staleproof import child
 
 RANKS = 2
 BLOCK_SIZE, BLOCKS, HEAD = 4, 8, 16
@@ -150,5 +150,5 @@ def reproduce(device: str = "cpu", *, timeout_s: float = 60) -> Ranks:
         ChildError: a rank died or did not finish.
     """
     env = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    busy, idle = children.call_ranks(run_rank, RANKS, timeout_s=timeout_s, env=env)
+    busy, idle = child.call_ranks(run_rank, RANKS, timeout_s=timeout_s, env=env)
     return busy, idle
