@@ -10,13 +10,13 @@ SHAPE = Shape(2, 320, 192)
 
 
 @pytest.mark.parametrize(("align", "warps"), [(2, 8), (4, 8), (2, 4)])
-def test_each_scale_has_a_byte_of_its_own(align, warps):
+def test_each_scale_has_its_own_byte(align, warps):
     kernel = Kernel(align=align, warps=warps)
     used = broken.reach(SHAPE, kernel)[..., : broken.stored_groups(SHAPE, kernel)].flatten()
     assert used.sort().values.equal(torch.arange(broken.stored_bytes(SHAPE, kernel)))
 
 
-def test_k_modulo_128_says_whether_the_last_row_reads_past_the_end():
+def test_last_row_reads_past_the_end_if_k_modulo_128_is_1_to_64():
     shapes = [Shape(3, 256, k) for k in range(32, 4096, 32)]
     past = [64 if 1 <= shape.k % 128 <= 64 else 0 for shape in shapes]
     assert [broken.past_the_end(shape) for shape in shapes] == past
@@ -24,7 +24,7 @@ def test_k_modulo_128_says_whether_the_last_row_reads_past_the_end():
 
 
 @pytest.mark.parametrize("kernel", [Kernel(), Kernel(warps=4)])
-def test_a_numbered_canary_reaches_the_columns_that_the_index_names(kernel):
+def test_each_byte_behind_reaches_the_columns_of_the_index(kernel):
     """Each byte behind is 0xff in turn; exactly the columns of ``columns_behind`` hold NaN."""
     shape = Shape(1, 160, 64)
     matrix = weights.quantized(shape, torch.Generator().manual_seed(0))
@@ -38,7 +38,7 @@ def test_a_numbered_canary_reaches_the_columns_that_the_index_names(kernel):
 
 
 @pytest.mark.parametrize("kernel", [Kernel(), Kernel(align=4), Kernel(mask=GROUPS), Kernel(mask=LANES)])
-def test_the_product_is_right_over_clean_memory(kernel):
+def test_product_over_clean_memory_is_right(kernel):
     matrix = weights.quantized(SHAPE, torch.Generator().manual_seed(1))
     x = torch.randn(5, SHAPE.k)
     memory = torch.cat([broken.swizzled(matrix.scale, kernel), scene.bytes_of("0x00", 64)])
@@ -47,7 +47,7 @@ def test_the_product_is_right_over_clean_memory(kernel):
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda: broken.stored_groups(Shape(2, 256, 100), Kernel()), "k: expected a multiple of 32, got 100"),
         (lambda: broken.reach(Shape(0, 256, 96)), "n, experts: expected at least 1"),
@@ -61,24 +61,23 @@ def test_the_product_is_right_over_clean_memory(kernel):
         ),
     ],
 )
-def test_bad_input_is_named(call, says):
-    with pytest.raises(ValueError, match=says):
+def test_bad_input_is_refused_by_name(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.parametrize(
-    ("factor", "said"), [(1.005, scene.RIGHT), (1.01, scene.WRONG), (torch.inf, scene.NAN)]
+    ("factor", "verdict"), [(1.005, scene.RIGHT), (1.01, scene.WRONG), (torch.inf, scene.NAN)]
 )
-def test_a_layer_that_is_off_by_more_than_bf16_rounds_is_wrong(factor, said):
+def test_layer_off_by_more_than_bf16_rounds_is_wrong(factor, verdict):
     def run(a, behind):
         out, inner = scene.layer(a, scene.bytes_of("0x00"))
         return out * factor, inner
 
-    (found,) = scene.judged(scene.layer_of(), run, ["0xff"])
-    assert found.verdict == said
+    assert scene.judged(scene.layer_of(), run).verdict == verdict
 
 
-def test_the_index_function_is_that_of_the_source():
+def test_index_function_follows_the_source():
     """``hopper_scale.py``: which (row, group) of a block of 256 rows the first 16 bytes of storage hold."""
     zero, rows = torch.tensor(0), torch.tensor([0, 8, 0, 8, 1, 9, 1, 9, 2, 10, 2, 10, 3, 11, 3, 11])
     groups = torch.tensor([0, 0, 1, 1] * 4)
@@ -89,13 +88,13 @@ def test_the_index_function_is_that_of_the_source():
     ("sizes", "named"),
     [((2, 256, 0), "k"), ((2, 256, 48), "k"), ((2, 0, 32), "n, experts"), ((0, 256, 32), "n, experts")],
 )
-def test_weights_without_a_group_are_refused(sizes, named):
+def test_weights_without_a_whole_group_are_refused(sizes, named):
     with pytest.raises(ValueError, match=f"^{named}: expected"):
         weights.quantized(weights.Shape(*sizes), torch.Generator())
     weights.Shape(1, 1, 32).check()
 
 
-def test_a_checkpoint_holds_the_nearest_fp4_numbers_in_order():
+def test_checkpoint_holds_the_nearest_fp4_numbers():
     """In units of its group's scale no weight is further off than half the gap, or what saturates above 6."""
     matrix = weights.quantized(weights.Shape(2, 16, 64), torch.Generator().manual_seed(3))
     drawn = 0.02 * torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(3))

@@ -6,19 +6,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from staleproof.cases.case import Reading, reading
-from staleproof.cases.compare import rounding
+from staleproof.evidence.compare import rounding
 from staleproof.incidents.mxfp4_scales import broken
 from staleproof.incidents.mxfp4_scales.broken import Kernel, Matrix, Shape
 from staleproof.incidents.mxfp4_scales.remedies import REMEDIES
 from staleproof.incidents.mxfp4_scales.weights import dequantized, quantized
+from staleproof.lab import Answer, good_if
 
 RIGHT, NAN, WRONG = "right", "NaN", "wrong, finite"
 # Allowed relative error of a row: intermediate and result are rounded to bf16. The kernels' is below 5e-3.
@@ -153,59 +153,56 @@ def bytes_of(name: str, n: int = TAIL) -> torch.Tensor:
     return made.view(torch.uint8)
 
 
-FILLS = ("0x00", "0xff")
 # Computes output and intermediate of a layer with these bytes after its scales.
 Run = Callable[[Layer, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def judged(a: Layer, run: Run, fills: Sequence[str] = FILLS, filters: bool = False) -> list[Reading]:
-    """Judge a layer with each of these contents after its scales, against a reference and against zeros.
+def judged(a: Layer, run: Run, fill: str = "0xff", filters: bool = False) -> Answer:
+    """Judge a layer with this content after its scales, against a reference and against zeros.
 
     Args:
         a: the layer.
         run: computes it.
-        fills: names in :data:`BEHIND`.
+        fill: a name in :data:`BEHIND`.
         filters: whether NaN in the output are replaced by 0 before the comparison.
     """
-    (right, _), over_zeros = experts(a, exact), run(a, bytes_of("0x00"))
-    clean, said = over_zeros[0], []
-    for name in fills:
-        out, inner = over_zeros if name == "0x00" else run(a, bytes_of(name))
-        got = (out.nan_to_num() if filters else out).float()
-        nan, changed = ~got.isfinite().all(1), (got != clean.float()).any(1)
-        error = (got - right).norm(dim=1) / right.norm(dim=1)
-        said.append(
-            reading(
-                NAN if nan.any() else WRONG if (error > BUDGET).any() else RIGHT,
-                tokens=len(got),
-                routed_to_the_last_expert=int(a.hit.sum()),
-                changed=int(changed.sum()),
-                changed_are_those_routed=bool(changed.equal(a.hit)),
-                rows_with_nan=int(nan.sum()),
-                nan_in_the_intermediate=int(inner.isnan().sum()),
-                fifty_six_in_the_intermediate=int((inner == 56).sum()),
-                worst_error=float(error[~nan].max()) if (~nan).any() else None,
-                worst_error_of_rows_not_changed=float(error[~changed].max()) if (~changed).any() else None,
-            )
-        )
-    return said
+    right, _ = experts(a, exact)
+    clean, _ = run(a, bytes_of("0x00"))
+    out, inner = run(a, bytes_of(fill))
+    got = (out.nan_to_num() if filters else out).float()
+    nan, changed = ~got.isfinite().all(1), (got != clean.float()).any(1)
+    error = (got - right).norm(dim=1) / right.norm(dim=1)
+    verdict = NAN if nan.any() else WRONG if (error > BUDGET).any() else RIGHT
+    return good_if(
+        verdict == RIGHT,
+        verdict,
+        tokens=len(got),
+        routed_to_the_last_expert=int(a.hit.sum()),
+        changed=int(changed.sum()),
+        changed_are_those_routed=bool(changed.equal(a.hit)),
+        rows_with_nan=int(nan.sum()),
+        nan_in_the_intermediate=int(inner.isnan().sum()),
+        fifty_six_in_the_intermediate=int((inner == 56).sum()),
+        worst_error=float(error[~nan].max()) if (~nan).any() else None,
+        worst_error_of_rows_not_changed=float(error[~changed].max()) if (~changed).any() else None,
+    )
 
 
-def replica(remedy: str, device: str = "cpu", fill: str = "0xff") -> Reading:
+def replica(remedy: str, fill: str = "0xff") -> Answer:
     """Our replica of the small layer with one remedy and these bytes after its scales.
 
     >>> replica("none", fill="0xfe").verdict, replica("none").verdict
     ('right', 'wrong, finite')
     """
-    a, how = layer_of(), REMEDIES[remedy]
-    return judged(a, partial(layer, kernel=how.kernel), [fill], how.filters)[0]
+    how = REMEDIES[remedy]
+    return judged(layer_of(), partial(layer, kernel=how.kernel), fill, how.filters)
 
 
 # Factors of the layer's input. With the smallest hardly any gate is clamped, with the largest nearly all are.
 LOUDER = (0.25, 1.0, 4.0, 16.0, 64.0)
 
 
-def watched(a: Layer, run: Run) -> Reading:
+def watched(a: Layer, run: Run) -> dict[str, list[float]]:
     """By what a monitor after the layer could detect an affected row, for each factor in :data:`LOUDER`.
 
     Args:
@@ -235,14 +232,14 @@ def watched(a: Layer, run: Run) -> Reading:
             if name == "0xff":
                 found["clean rows with a 56"].append(_part((inner == 56).any(1)))
                 found["clean rows of 56"].append(_part((inner[:, columns] == 56).all(1)))
-    return Reading("measured", dict(found))
+    return dict(found)
 
 
 def _part(of: torch.Tensor) -> float:
     return float(of.float().mean())
 
 
-def odd_groups(remedy: str) -> Reading:
+def odd_groups(remedy: str) -> Answer:
     """K of three groups, to which the layout itself adds a fourth: does the product change if that is 0xff?
 
     The package's own mask of the values is wrong for such a K, because it is not a multiple of 64. So the
@@ -258,4 +255,4 @@ def odd_groups(remedy: str) -> Reading:
     clean, dirty = (broken.product(x, matrix, memory, kernel) for memory in memories)
     changed = ~((clean == dirty).flatten(0, 1).all(0))
     word = NAN if not dirty.isfinite().all() else WRONG if changed.any() else RIGHT
-    return reading(word, columns=dirty.shape[-1], changed_columns=int(changed.sum()))
+    return good_if(word == RIGHT, word, columns=dirty.shape[-1], changed_columns=int(changed.sum()))
