@@ -10,23 +10,23 @@ import torch
 from staleproof.cases.case import fix
 from staleproof.cases.run import Table
 from staleproof.cases.words import Outcome
-from staleproof.incidents.decode_buffer import cases as buffers
+from staleproof.incidents.decode_buffer import questions as buffers
 from staleproof.incidents.decode_buffer import setups as servers
 from staleproof.incidents.decode_buffer.model import Attention, decode_live_rows
 from staleproof.incidents.kv_reuse import broken as zeroing
-from staleproof.incidents.kv_reuse import questions as reuse
+from staleproof.incidents.kv_reuse import cases as reuse
 from staleproof.incidents.kv_reuse import scene as reused
 from staleproof.incidents.mla_padding import broken as decoding
 from staleproof.incidents.mla_padding import questions as padding
 from staleproof.incidents.mla_padding.remedies import Setup
 from staleproof.incidents.moe_routing import cases as moe
 from staleproof.incidents.moe_routing import scene as routing
-from staleproof.incidents.published_unwritten import cases as published
+from staleproof.incidents.published_unwritten import questions as published
 from staleproof.incidents.published_unwritten.broken import REMEDIES
 from staleproof.incidents.published_unwritten.scene import Miniature
 from staleproof.incidents.scale_padding import broken as scaling
-from staleproof.incidents.scale_padding import cases as scales
 from staleproof.incidents.scale_padding import correct, ids
+from staleproof.incidents.scale_padding import questions as scales
 from staleproof.lab import Fix, Incident
 
 # --- Rows of empty requests that are cleared for some layers, lengths or batches only.
@@ -138,27 +138,26 @@ def four_ids(chosen, weights):
 
 def _miniature(monkeypatch):
     on = Miniature(caching=False)
-    return published, "hits", Miniature(), on, published.small, published._small_wrong
+    return published, "", Miniature(), on, published.miniature, published.differs_from_written
 
 
 def _released(how, monkeypatch):
     environment.sources("0.33.0")
     off = published.Server("0.33.0")
-    return published, "hits", off, replace(off, **how), published.sizes, published._sizes_wrong
+    return published, "", off, replace(off, **how), published.sizes, published.changes_sound_plans
 
 
 def _server(wiring, monkeypatch):
-    setup = servers.Setup(partial(servers.Wiring, wiring), {"empty_rows": "stale"})
-    monkeypatch.setitem(servers.SETUPS, "on trial", setup)
+    monkeypatch.setitem(servers.SETUPS, "on trial", partial(servers.Wiring, wiring))
     off, on = servers.ServerCase(servers.OFF), servers.ServerCase("on trial")
-    return buffers, "server", off, on, buffers.server, buffers.wrong
+    return buffers, "", off, on, buffers.server, buffers.wrong_output
 
 
 SERVED, SERVED_WRONG = (partial(of, reused.brief("cpu")) for of in (reuse.served_with, reuse.wrong_on))
 
 
 def _zeroing(remedy, monkeypatch):
-    return reuse, "", reused.no_zeroing, remedy, SERVED, SERVED_WRONG
+    return reuse, "answers", reused.no_zeroing, remedy, SERVED, SERVED_WRONG
 
 
 def _route(route, monkeypatch):
@@ -170,11 +169,11 @@ def _route(route, monkeypatch):
 def _per_token(quantise, monkeypatch):
     monkeypatch.setitem(scaling.PER_TOKEN, "on trial", quantise)
     off = "neighbour_in_the_maximum"
-    return scales, "rows", off, "on trial", scales.content_decides, correct.wrong_row_scale
+    return scales, "", off, "on trial", scales.content_decides, correct.wrong_row_scale
 
 
 def _draw(simulator, monkeypatch):
-    return scales, "draws", scaling.simulate_with_replacement, simulator, scales.draws, correct.wrong_draw
+    return scales, "", scaling.simulate_with_replacement, simulator, scales.draws_twice, correct.wrong_draw
 
 
 def _decode(which, monkeypatch, leaves=0.0):
@@ -194,7 +193,7 @@ WRONG = {
     "scale of the first call": lambda monkeypatch: _per_token(ScaleOfTheFirstCall(), monkeypatch),
     **{of.__name__: partial(_draw, of) for of in (twins, of_128_experts)},
     "four ids": lambda monkeypatch: (
-        *(scales, "id width", scales.ID_WIDTHS["int64_read_as_int32"], four_ids),
+        *(scales, "", scales.ID_WIDTHS["int64_read_as_int32"], four_ids),
         *(scales.id_width, correct.wrong_ids),
     ),
     "no prefix cache": _miniature,

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from staleproof.incidents.published_unwritten import real
 from staleproof.incidents.published_unwritten.broken import NONE, RESTART
-from staleproof.incidents.published_unwritten.cases import SERVER, TABLE, Server, watching
+from staleproof.incidents.published_unwritten.questions import SERVER, Server, incident, watching
 from staleproof.incidents.published_unwritten.scene import WRITTEN, Arrival, burst, one_victim, serve
 from staleproof.kernels import vllm_sources
 from staleproof.vllm import watch_published
@@ -59,7 +59,7 @@ def test_every_release_has_the_fault_and_loses_it_with_the_patch(version):
 def test_a_release_that_is_not_here_is_not_run_and_says_why(monkeypatch, tmp_path):
     monkeypatch.setenv("STALEPROOF_VLLM_CACHE", str(tmp_path))
     monkeypatch.setattr(vllm_sources, "installed", lambda: ("0.0.1", None))
-    (found,) = TABLE.ask("failed load", "vLLM 0.22.1", device="cpu")
+    (found,) = incident.ask("failed load", "vLLM 0.22.1", device="cpu")
     why = "the source of vLLM 0.22.1 is neither installed nor in the cache of tests/vllm"
     assert (found.verdict, found.note) == ("not run", why)
 

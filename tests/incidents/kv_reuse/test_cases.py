@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from staleproof.incidents.kv_reuse import questions, scene
+from staleproof.cases.words import NOT_RUN
+from staleproof.incidents.kv_reuse import cases, scene
 from staleproof.incidents.kv_reuse.broken import OnChange
 from staleproof.incidents.kv_reuse.host_memory import HostMemory
 from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA, Step
-from staleproof.lab import NOT_RUN
 
 
 def test_zeroing_on_change_takes_a_block_once_for_each_way_from_mamba_to_attention():
@@ -31,12 +31,12 @@ def test_a_list_is_seen_if_its_own_bytes_are_and_not_a_few_of_others(traced, see
 @pytest.mark.parametrize(
     "ask",
     [
-        questions.served,
-        questions.cured_late,
-        lambda load, device: questions.served_with(load, scene.ZeroNewBlocks, device),
-        lambda load, device: questions.wrong_on(load, scene.ZeroNewBlocks, device),
-        lambda load, device: [seen.numbers for seen in questions.every_policy(load).begin(device).values()],
-        lambda load, device: questions.sick_requests(load).begin(device),
+        cases.served,
+        cases.cured_late,
+        lambda load, device: cases.served_with(load, scene.ZeroNewBlocks, device),
+        lambda load, device: cases.wrong_on(load, scene.ZeroNewBlocks, device),
+        lambda load, device: [seen.numbers for seen in cases._policies(load).tell(device).values()],
+        lambda load, device: cases._sick(load).tell(device),
     ],
 )
 def test_a_load_is_served_on_the_device_that_is_asked_about(device, ask):
@@ -45,7 +45,7 @@ def test_a_load_is_served_on_the_device_that_is_asked_about(device, ask):
 
 
 def test_libraries_of_another_release_are_a_reason_not_to_ask():
-    said = questions._sleep_and_wake(True)
+    said = cases._sleep_and_wake(True)
     why = "vLLM's cumem_allocator does not load: No module named 'vllm'"
     assert (said.verdict, said.note) == (NOT_RUN, why)
 
@@ -93,8 +93,8 @@ def test_a_zeroer_is_asked_after_sleep_mode_has_taken_the_memory(
     monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", module)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
-    monkeypatch.setattr(questions, "BlockZeroer", Zeroer)
-    found = questions._sleep_and_wake(outside)
+    monkeypatch.setattr(cases, "BlockZeroer", Zeroer)
+    found = cases._sleep_and_wake(outside)
     assert (found.verdict, found.numbers) == (verdict, {} if zeroed is None else {"zeroed": number})
     assert zeroed is not None or found.note == "CUDA error: an illegal memory access"
     first, *second = (each[1] for each in happened if each[0] == "zeroer")
@@ -108,12 +108,12 @@ def test_a_late_cure_tells_which_later_requests_are_hurt_through_cached_blocks_a
     """In 9 steps the cure begins at 6: requests 4 to 7 begin later, and 3 has begun before."""
     owners = torch.tensor([[1, 2, 3]] * 6 + [[3, 4, 5], [3, 6, 7], [3, 6, 7]])
     suspects = {3: [True], 4: [True, True], 5: [True, False], 6: [False]}
-    monkeypatch.setattr(questions, "trace_of", lambda scene: SimpleNamespace(owners=owners))
+    monkeypatch.setattr(cases, "trace_of", lambda scene: SimpleNamespace(owners=owners))
     monkeypatch.setattr(
-        questions, "judge", lambda scene, remedy: SimpleNamespace(corrupted={*suspects}, served=0)
+        cases, "judge", lambda scene, remedy: SimpleNamespace(corrupted={*suspects}, served=0)
     )
     log = SimpleNamespace(explain=lambda r: [SimpleNamespace(via=via) for via in suspects[r]])
-    monkeypatch.setattr(questions, "tenancies", lambda scene, served: log)
-    found = questions.cured_late(questions.brief("cpu", steps=9), "cpu")
-    assert found.verdict == questions.NAN
+    monkeypatch.setattr(cases, "tenancies", lambda scene, served: log)
+    found = cases.cured_late(cases.brief("cpu", steps=9), "cpu")
+    assert found.verdict == cases.NAN
     assert found.numbers == {"corrupted": 3, "began": 4, "through_cached_blocks_alone": 1}
