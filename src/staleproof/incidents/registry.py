@@ -97,6 +97,12 @@ INCIDENTS = {
         served=("burst",),
         tried=("same_step_guard", "zero_at_allocation", "withdraw_all", "reset_cache"),
     ),
+    "uniform_decode": Incident(
+        number=8,
+        title="A prompt as long as a draft",
+        notebook="09_a_prompt_as_long_as_a_draft.ipynb",
+        summary="a prompt of k+1 tokens replays the graph of decode, over a stranger's state",
+    ),
 }
 
 

@@ -22,13 +22,18 @@ class Answer(NamedTuple):
         text: of its tokens; empty without a tokenizer.
         tokens: that it generated.
         cached: tokens of its prompt that came from the prefix cache.
-        nan: tokens whose log-probability is NaN, if log-probabilities were asked for.
+        logprobs: of its tokens, of a model without a tokenizer.
     """
 
     text: str
     tokens: tuple[int, ...]
     cached: int
-    nan: int
+    logprobs: tuple[float, ...] = ()
+
+    @property
+    def nan(self) -> int:
+        """Tokens whose log-probability is NaN."""
+        return sum(map(math.isnan, self.logprobs))
 
 
 class Engine:
@@ -90,12 +95,24 @@ class Engine:
             for done in served.step():
                 if done.finished:
                     (out,) = done.outputs
-                    bad = [p for token in out.logprobs or () for p in token.values() if math.isnan(p.logprob)]
+                    chosen = zip(out.token_ids, out.logprobs or (), strict=False)
+                    logprobs = tuple(token[number].logprob for number, token in chosen)
                     name = done.request_id.rpartition("-")[0]
                     cached = done.num_cached_tokens or 0
-                    answers[name] = Answer(out.text, tuple(out.token_ids), cached, len(bad))
+                    answers[name] = Answer(out.text, tuple(out.token_ids), cached, logprobs)
             step += 1
         return answers
+
+    def draw_weights(self) -> None:
+        """Draw weights at the scale of their input: with vLLM's dummies of 0.001 every answer is alike."""
+        import torch
+
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, weight in self.runner.model.named_parameters():
+                if weight.dim() >= 2 and weight.is_floating_point() and "conv1d" not in name:
+                    drawn = torch.randn(weight.shape, device=weight.device) / weight.shape[-1] ** 0.5
+                    weight.copy_(drawn.to(weight.dtype))
 
     def empty(self, fill: float | None = None) -> None:
         """Drop the prefix cache; with ``fill``, overwrite all KV and state with it."""

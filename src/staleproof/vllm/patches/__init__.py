@@ -11,4 +11,5 @@ NOTEBOOKS = {
     "scale_padding": "05_the_revert.ipynb",
     "mxfp4_scales": "07_the_scale_behind_the_last.ipynb",
     "published_unwritten": "08_published_before_written.ipynb",
+    "uniform_decode": "09_a_prompt_as_long_as_a_draft.ipynb",
 }
