@@ -136,7 +136,3 @@ def test_rows_of_a_benchmark_fit_80_columns(capsys):
     numbers = re.compile(r"\d+\.\d+")
     assert numbers.findall(narrow) == numbers.findall(wide) != []
     assert "limit: cudaMemsetAsync, contiguous bytes" in narrow
-
-
-def test_the_screen_knows_the_codes_that_rich_sends():
-    assert screen("one\r\x1b[2Ktwo\r\nthree\x1b[1A\rtw!\x1b[31m\r\n") == ["tw!", "three"]
