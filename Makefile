@@ -48,7 +48,7 @@ MACHINE_TORCH := import sys, torch; \
 WHOLE ?= 0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help workbook test sources lint unit nbval random versions whole sanitize public lab notebooks format clean
+.PHONY: help workbook test sources lint unit random nbval versions whole sanitize public lab notebooks format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -211,7 +211,7 @@ for name in {blocked}:
     sys.modules[name] = None
 import staleproof
 from staleproof.cli import app as cli
-from staleproof.cases.finding import Finding
+from staleproof.lab import Finding
 # These render notebooks and pictures.
 names = "charts drawings html kernels notebooks plots timeline".split()
 # And this is for vLLM's processes.
@@ -221,10 +221,10 @@ for module in pkgutil.walk_packages(staleproof.__path__, "staleproof."):
         importlib.import_module(module.name)
 from staleproof.report import matrix
 print(matrix.text([Finding("kv_reuse", "a question", "a variant", "clean", "good")]))
-from staleproof.cases.case import each
-from staleproof.cases.run import Table
-table = Table("kv_reuse", each("q", "rows", ["v"], lambda *_: "clean", expect="clean"))
-sys.modules["staleproof.incidents.kv_reuse.cases"] = types.SimpleNamespace(TABLE=table)
+from staleproof import lab
+incident = lab.Incident("kv_reuse")
+incident.question("q", ["v"], expect="clean")(lambda *_: lab.good("clean"))
+sys.modules["staleproof.incidents.kv_reuse.questions"] = types.SimpleNamespace(incident=incident)
 for command in {commands}:
     print(command, cli.main(command.split()), file=sys.stderr)
 from staleproof.evidence.ledger import Report

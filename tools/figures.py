@@ -337,7 +337,7 @@ def section(run: Run) -> str:
     rows = run.measurements
     head = (
         f"{about(run)}; all of it in `runs/{MACHINE}/`, and `python benchmarks/NAME.py` measures yours. "
-        "`staleproof list` says whether the source has changed since. " + run.environment.get("remark", "")
+        + run.environment.get("remark", "")
     ).strip()
     rule = (
         "Each kernel at the shapes of DeepSeek and Qwen, beside each peer: our best case and our worst, as "

@@ -14,7 +14,7 @@ from staleproof.incidents.decode_buffer import questions as buffers
 from staleproof.incidents.decode_buffer import setups as servers
 from staleproof.incidents.decode_buffer.model import Attention, decode_live_rows
 from staleproof.incidents.kv_reuse import broken as zeroing
-from staleproof.incidents.kv_reuse import cases as reuse
+from staleproof.incidents.kv_reuse import questions as reuse
 from staleproof.incidents.kv_reuse import scene as reused
 from staleproof.incidents.mla_padding import broken as decoding
 from staleproof.incidents.mla_padding import questions as padding
@@ -157,7 +157,7 @@ SERVED, SERVED_WRONG = (partial(of, reused.brief("cpu")) for of in (reuse.served
 
 
 def _zeroing(remedy, monkeypatch):
-    return reuse, "answers", reused.no_zeroing, remedy, SERVED, SERVED_WRONG
+    return reuse, "", reused.no_zeroing, remedy, SERVED, SERVED_WRONG
 
 
 def _route(route, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 
 from staleproof.incidents.kv_reuse import attention
 from staleproof.incidents.kv_reuse.attention import Call, kernels, masked_loads, used_table
-from staleproof.incidents.kv_reuse.cases import part_full_blocks
+from staleproof.incidents.kv_reuse.questions import part_full_blocks
 
 
 def _expected(call: Call) -> torch.Tensor:

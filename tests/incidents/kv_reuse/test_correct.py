@@ -4,11 +4,10 @@ from functools import partial
 
 import pytest
 
-from staleproof.cases.finding import OFF_ON_OFF
-from staleproof.cases.words import WRONG
 from staleproof.incidents.kv_reuse import broken, correct
-from staleproof.incidents.kv_reuse.cases import TABLE
+from staleproof.incidents.kv_reuse.questions import incident
 from staleproof.incidents.kv_reuse.scene import ZeroNewBlocks, brief
+from staleproof.lab import OFF_ON_OFF, WRONG
 
 FIX = "BlockZeroer, e4m3, blocks outermost"
 
@@ -69,7 +68,7 @@ def test_a_zeroer_of_other_blocks_is_wrong(monkeypatch, device, submit):
     assert "bytes differ" in (correct.wrong_bytes(brief(device), ZeroNewBlocks, broken.both) or "")
     if submit is not _forgets_one:
         # No request comes out wrong, so that only this comparison tells.
-        assert [f.verdict for f in TABLE.ask(OFF_ON_OFF, FIX)] == [WRONG]
+        assert [f.verdict for f in incident.ask(OFF_ON_OFF, FIX)] == [WRONG]
 
 
 @pytest.mark.parametrize("pick", [broken.freed, broken.both, broken.hits_too])

@@ -114,16 +114,12 @@ class Kernel:
         name: package and kernel.
         attend: computes (rows, heads, head_dim) from a :class:`Call`.
         unavailable_reason: one line why it cannot run here, or ``None``.
-        keys: the effect of NaN in keys past ``seq_lens``: ``leaked`` or ``clean``.
-        values: the same for values.
         dtypes: supported cache dtypes; FlashInfer supports only that of ``q``.
     """
 
     name: str
     attend: Attend
     unavailable_reason: str | None
-    keys: str
-    values: str
     dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 
 
@@ -160,12 +156,8 @@ def _not_compiled(backend: str) -> str | None:
 
 @cache
 def kernels() -> dict[str, Kernel]:
-    """Every kernel by its short key, runnable here or not.
-
-    ``keys`` and ``values`` are what one H200 and one CPU showed.
-    """
+    """Every kernel by its short key, runnable here or not."""
     gpu, on_cpu = _needs_gpu(), None if _needs_gpu() else "torch has it for CPU tensors only"
-    leaked, clean = "leaked", "clean"
     release = f"FlashInfer {devices.version_of('flashinfer-python') or ''}".strip()
     sdpa = {
         # Key: description, torch's name of the backend, why it cannot run here.
@@ -178,20 +170,20 @@ def kernels() -> dict[str, Kernel]:
         **{
             key: Kernel(
                 f"torch {torch.__version__} SDPA, boolean mask, {name}",
-                *(partial(_gathered, partial(kernels_of_torch.sdpa, backend=backend)), why, leaked, leaked),
+                *(partial(_gathered, partial(kernels_of_torch.sdpa, backend=backend)), why),
             )
             for key, (name, backend, why) in sdpa.items()
         },
         "flex_attention": Kernel(
             f"torch {torch.__version__} flex_attention, compiled",
-            *(partial(_gathered, partial(kernels_of_torch.flex, compiled=True)), gpu, clean, leaked),
+            *(partial(_gathered, partial(kernels_of_torch.flex, compiled=True)), gpu),
         ),
         **{
             f"flashinfer_{name}": Kernel(
                 f"{release} paged {name}",
-                *(partial(_flashinfer, name), _needs_flashinfer(name), clean, clean, (torch.bfloat16,)),
+                *(partial(_flashinfer, name), _needs_flashinfer(name), (torch.bfloat16,)),
             )
             for name in ("fa2", "fa3")
         },
-        "masked_loads": Kernel("ours, masked loads", masked_loads, None, clean, clean),
+        "masked_loads": Kernel("ours, masked loads", masked_loads, None),
     }

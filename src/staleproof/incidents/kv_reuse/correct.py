@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from staleproof.cases.compare import other_bits
+from staleproof.evidence.compare import other_bits
 from staleproof.incidents.kv_reuse.broken import Pick
 from staleproof.incidents.kv_reuse.scene import Remedy, Scene, trace_of
 from staleproof.incidents.kv_reuse.scheduler import ATTENTION, MAMBA

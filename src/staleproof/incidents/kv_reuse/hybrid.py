@@ -13,8 +13,8 @@ from enum import StrEnum
 
 import torch
 
-from staleproof.cases.run import one_thread
 from staleproof.check import require
+from staleproof.device import one_thread
 from staleproof.evidence.canary import bits
 from staleproof.incidents.kv_reuse.attention import HEAD_DIM, Attend, Call, used_table
 from staleproof.incidents.kv_reuse.block_pool import AttentionSpec, KVBuffers, MambaSpec, split_block_table

@@ -443,7 +443,7 @@ def _first_token_only(block: torch.Tensor) -> None:
 
 
 # The first kernel masks values past seq_len. The second multiplies them by 0, as CUTLASS SM100 MLA does
-# according to its source (workbook/sm100-sources.md, 2a and 2b).
+# according to its source (workbook/sm100.md, 2a and 2b).
 TILES = {"masked tail": broken.empty_row_not_written, "over-read tile": broken.block_table_not_padded}
 # What the null block holds.
 FILLS: dict[str, Callable[[torch.Tensor], object]] = {
