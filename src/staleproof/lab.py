@@ -62,8 +62,6 @@ OFF_ON_OFF = "off/on/off"
 NOT_RUN = "not run"
 FIXED, NOT_FIXED, NOT_REPRODUCED, WRONG = "fixed", "not fixed", "not reproduced", "wrong"
 LIMIT_S = 900.0
-# Options of a question that may be functions of the subject.
-_OF_SUBJECT = ("evidence", "scene")
 # Names a folder, if the processes of one command ask each question once, whoever needs the answer first:
 # incidents and notebooks ask the same. The folder lasts as long as the command.
 SHARED = "STALEPROOF_SHARED_FINDINGS"
@@ -464,7 +462,7 @@ class Case:
         subject: what the question is put to; of a remedy a :class:`Fix`.
         expected: the verdict that must come out; ``None``: any.
         needs: ``needs(subject, device)`` returns why this cannot be run here, or ``None``.
-        evidence: whose code runs.
+        evidence: whose code runs, or a function from the subject to that.
         scene: what it shares with other cases.
         limit_s: seconds that its child processes may take together.
         compare: of a remedy; see :meth:`Incident.fixes`.
@@ -475,7 +473,7 @@ class Case:
     subject: Any
     expected: str | None = None
     needs: Needs | None = None
-    evidence: Evidence = REPLICA
+    evidence: Evidence | Callable[[Any], Evidence] = REPLICA
     scene: Scene | None = None
     limit_s: float = LIMIT_S
     compare: Compare | None = None
@@ -486,6 +484,11 @@ class Case:
         subjects = (self.subject.off, self.subject.on) if pair else (self.subject,)
         reasons = (self.needs(subject, device) for subject in subjects if self.needs)
         return next(filter(None, reasons), None)
+
+    def grade(self) -> Evidence:
+        """Whose code runs; of a remedy, with it. Known only where it can run."""
+        of = self.subject.on if isinstance(self.subject, Fix) else self.subject
+        return self.evidence(of) if callable(self.evidence) else self.evidence
 
 
 class Incident:
@@ -561,9 +564,9 @@ class Incident:
         require(bool(subjects) and not twice, f"variants of {question}", "at least one, each once", twice)
         require(not others, f"expect of {question}", "a verdict of each variant", f"more or fewer: {others}")
         for variant, subject in subjects.items():
-            of, one = subject.on if isinstance(subject, Fix) else subject, dict(more)
-            for name in _OF_SUBJECT:
-                one |= {name: more[name](of)} if callable(more.get(name)) else {}
+            one, scene = dict(more), more.get("scene")
+            if callable(scene):
+                one["scene"] = scene(subject.on if isinstance(subject, Fix) else subject)
             self.cases.append(Case(Key(self.name, question, variant), ask, subject, expected[variant], **one))
 
     def run(self, device: str, progress: Progress = lambda line: None) -> Generator[Finding]:
@@ -669,7 +672,8 @@ def _run(case: Case, device: str, scenes: _Scenes) -> Finding:
         if not package or package == "staleproof" or importlib.util.find_spec(package) is not None:
             raise
         answer = not_run(f"{package} is not installed")
-    return finding(case.key, answer, expected=case.expected, three=three, evidence=case.evidence)
+    evidence = REPLICA if answer.outcome is Outcome.NOT_RUN else case.grade()
+    return finding(case.key, answer, expected=case.expected, three=three, evidence=evidence)
 
 
 def _asked(case: Case, subject: Any, device: str, *shared: Any) -> Answer:

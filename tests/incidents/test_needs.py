@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from staleproof import device as devices
-from staleproof.cases.case import needs_cuda
 from staleproof.device import Provenance
 from staleproof.incidents.kv_reuse import attention
-from staleproof.incidents.mla_padding import questions
+from staleproof.incidents.mla_padding import questions as decoding
 from staleproof.incidents.mla_padding.remedies import Setup
-from staleproof.incidents.moe_routing import cases, fp8, fused_moe, scene
+from staleproof.incidents.moe_routing import fp8, fused_moe, questions, scene
 from staleproof.incidents.scale_padding import null_block
+from staleproof.lab import needs_cuda
 
 GPU = "needs a CUDA device"
 HERE = {"measured": True, "flashinfer": None, "sm90": None, "compiled": None, "built": None}
@@ -74,14 +74,14 @@ def test_two_ranks_need_gloo(monkeypatch, absent, why):
 )
 def test_ranks_on_gpus(monkeypatch, device, gpus, enough):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert cases.needs_two_gpus(None, device) == (None if enough else "needs two CUDA devices")
+    assert questions.needs_two_gpus(None, device) == (None if enough else "needs two CUDA devices")
     assert needs_cuda(None, device) == (None if device == "cuda" else GPU)
 
 
 def test_vllms_own_operators_and_no_others_need_its_library(monkeypatch):
     monkeypatch.delenv(scene.VLLM_VARIABLE, raising=False)
     monkeypatch.delenv(scene.VLLM_FP8_VARIABLE, raising=False)
-    selectors = {name: cases._needs_vllm(one, "cuda") for name, one in cases.SELECTORS.items()}
+    selectors = {name: questions.needs_vllm(one, "cuda") for name, one in questions.SELECTORS.items()}
     assert {name for name, why in selectors.items() if why} == {scene.VLLM}
     assert selectors[scene.VLLM] == f"{scene.VLLM_VARIABLE} names no _moe_C library"
     assert scene.vllm_unavailable_reason("cpu") == GPU
@@ -94,13 +94,13 @@ def test_vllms_own_operators_and_no_others_need_its_library(monkeypatch):
 
 def test_the_allocators_history_is_that_of_a_gpu():
     why = "a list stands for the allocator on a CPU, and has no history"
-    assert [questions.needs_an_allocator(1, device) for device in ("cpu", "cuda")] == [why, None]
+    assert [decoding.needs_an_allocator(1, device) for device in ("cpu", "cuda")] == [why, None]
 
 
 def test_attention_that_is_served_in_bf16_needs_a_gpu(monkeypatch):
-    setup = Setup(questions.KERNELS["vllm_triton"])
+    setup = Setup(decoding.KERNELS["vllm_triton"])
     for missing in (None, "not installed"):
-        monkeypatch.setattr(questions, "unavailable", lambda kernel, device, missing=missing: missing)
-        assert questions._not_served(setup, "cuda") == missing
+        monkeypatch.setattr(decoding, "unavailable", lambda kernel, device, missing=missing: missing)
+        assert decoding._not_served(setup, "cuda") == missing
         on_cpu = missing or "served in bf16, which needs a CUDA device"
-        assert questions._not_served(setup, "cpu") == on_cpu
+        assert decoding._not_served(setup, "cpu") == on_cpu

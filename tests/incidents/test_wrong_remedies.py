@@ -19,7 +19,7 @@ from staleproof.incidents.kv_reuse import scene as reused
 from staleproof.incidents.mla_padding import broken as decoding
 from staleproof.incidents.mla_padding import questions as padding
 from staleproof.incidents.mla_padding.remedies import Setup
-from staleproof.incidents.moe_routing import cases as moe
+from staleproof.incidents.moe_routing import questions as moe
 from staleproof.incidents.moe_routing import scene as routing
 from staleproof.incidents.published_unwritten import questions as published
 from staleproof.incidents.published_unwritten.broken import REMEDIES
@@ -163,7 +163,7 @@ def _zeroing(remedy, monkeypatch):
 def _route(route, monkeypatch):
     monkeypatch.setitem(routing.ROUTES, "on trial", route)
     off = routing.RoutingCase()
-    return moe, "access", off, replace(off, choice="on trial"), routing.serve, moe.wrong
+    return moe, "", off, replace(off, choice="on trial"), routing.serve, moe.wrong
 
 
 def _per_token(quantise, monkeypatch):

@@ -17,7 +17,7 @@ from staleproof.ops.reference.mla_decode import mla_decode as reference_decode
 def test_the_evidence_of_a_peer_names_its_package(device):
     (found,) = incident.ask("empty row", "torch_sdpa", device=device)
     assert found.of.startswith("torch")
-    evidence = {case.key[1:3]: case.evidence.of for case in incident.cases}
+    evidence = {case.key[1:3]: case.grade().of for case in incident.cases}
     assert evidence["served, torch.max", "vllm_triton"].endswith(", in our engine")
 
 

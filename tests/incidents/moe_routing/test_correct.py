@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from staleproof.incidents.moe_routing import correct, scene
-from staleproof.incidents.moe_routing.cases import FIXES
+from staleproof.incidents.moe_routing.questions import FIXES
 from staleproof.incidents.moe_routing.scene import LIVE, RoutingCase
 
 Routed = scene.Routed
@@ -113,14 +111,14 @@ def test_a_skipped_row_has_no_weight(device, monkeypatch):
 
 
 def test_a_bias_of_which_a_part_is_nan_is_compared_too(device, monkeypatch):
-    off, changes, _ = FIXES["topk_sigmoid, NaN bias"]
+    pair = FIXES["topk_sigmoid, NaN bias"]
     right = scene.topk_sigmoid
 
     def whole_only(x: torch.Tensor, top_k: int, *, bias: torch.Tensor) -> Routed:
         return right(x, top_k, bias=None if bool(bias.isnan().all()) else bias.nan_to_num(1.0))
 
     monkeypatch.setattr(scene, "topk_sigmoid", whole_only)
-    assert correct.wrong(replace(off, **changes), device) is not None
+    assert correct.wrong(pair.on, device) is not None
 
 
 @pytest.mark.parametrize(("factor", "wrong"), [(1.0, False), (1 + 2**-21, False), (1 + 2**-18, True)])

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from staleproof.cases.children import ChildError
-from staleproof.cases.graph import padded_size
+from staleproof.child import ChildError
+from staleproof.graph import padded_size
 from staleproof.incidents.moe_routing import ranks
 from staleproof.incidents.moe_routing.origin import Request, Scheduler, Setting
 from staleproof.incidents.moe_routing.ranks import Passes

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from staleproof.incidents.moe_routing import cases, fp8, scene
+from staleproof.incidents.moe_routing import fp8, questions, scene
 from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.scene import LIVE, OURS, RoutingCase
 
@@ -74,7 +74,7 @@ def test_evidence_names_the_release_of_the_library_that_is_loaded(tmp_path, monk
     asked = {name: fp8.evidence(wall).of for name, wall in fp8.FIREWALLS.items()}
     assert asked["one scale, vLLM's op"] == asked["a scale a token, vLLM's op"] == "vLLM 0.22.1 _C"
     assert {of for name, of in asked.items() if "vLLM" not in name} == {""}
-    assert cases._selector_evidence(cases.SELECTORS[scene.VLLM]).of == "vLLM 0.22.1 _moe_C"
+    assert questions.evidence(questions.SELECTORS[scene.VLLM]).of == "vLLM 0.22.1 _moe_C"
 
 
 BIAS = ["NaN" if part else "finite" for part in scene.nan_bias(torch.zeros(1, 64)).bias.isnan()]
@@ -117,4 +117,4 @@ def test_a_quantiser_that_moves_live_rows_further_than_it_rounds_is_no_firewall(
         values, scale = scene.broken.quantise_fp8(x, per_token=True, drops_nan=True)
         return values, scale * factor
 
-    assert fp8.through(scene.NAN, fp8.Firewall(quantise, None, None), device).verdict == said
+    assert fp8.through(scene.NAN, quantise, device).verdict == said

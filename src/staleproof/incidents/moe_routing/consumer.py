@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from staleproof.cases.case import Reading, reading
 from staleproof.incidents.moe_routing.batch import (
     ILLEGAL_ACCESS,
     MISREAD,
@@ -24,6 +23,7 @@ from staleproof.incidents.moe_routing.batch import (
     make_ids,
     rows_with_duplicates,
 )
+from staleproof.lab import Answer, good_if
 from staleproof.vllm.routing_calls import sorts_in_one_block
 
 # Marks map entries that nobody wrote. The bytes 0x7f make an index far outside any buffer.
@@ -178,7 +178,7 @@ def layer(
 
 def observe(
     batch: Batch, ids: str | torch.Tensor, device: str = "cpu", *, before: str = "canary", guard: bool = False
-) -> Reading:
+) -> Answer:
     """Send one batch through map and finalise step, and compare the result with :func:`layer`.
 
     Args:
@@ -229,8 +229,10 @@ def observe(
     wrong = ~torch.isclose(out, layer(x, weights, meant, table), atol=1e-5).all(1)
     nan, duplicates = out.isnan().any(1), rows_with_duplicates(topk_ids)
     outcome = NAN_ROWS if bool(nan.any()) else SILENT if bool(wrong.any()) else RIGHT
-    return reading(
-        ILLEGAL_ACCESS if wild_reads else outcome,
+    outcome = ILLEGAL_ACCESS if wild_reads else outcome
+    return good_if(
+        outcome == RIGHT,
+        outcome,
         one_block=built.one_block,
         unwritten=int(holes(over_canary, topk_ids).sum()),
         wild_reads=wild_reads,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from staleproof.cases.compare import other_bits, rounding, too_far
+from staleproof.evidence.compare import other_bits, rounding, too_far
 from staleproof.incidents.moe_routing.batch import Batch, rows_with_duplicates
 from staleproof.incidents.moe_routing.scene import (
     TORCHS_SCORES,

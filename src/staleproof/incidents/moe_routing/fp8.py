@@ -4,31 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
-from staleproof.cases.case import Reading, reading
-from staleproof.cases.compare import rounding, too_far
-from staleproof.cases.finding import REPLICA, Evidence
+from staleproof.evidence.compare import rounding, too_far
 from staleproof.evidence.rows import Verdict, bad_rows
+from staleproof.grades import REPLICA, Evidence
 from staleproof.incidents.moe_routing import broken, scene
 from staleproof.incidents.moe_routing.batch import rows_with_duplicates
+from staleproof.lab import Answer, good_if
+
+# (rows, columns) -> fp8 values, and the scales that give the numbers back
+Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class Firewall(NamedTuple):
-    """An fp8 quantiser, and the expected verdicts with NaN and with Inf in padding; ``None``: any verdict."""
-
-    quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    nan: Verdict | None
-    inf: Verdict | None
-
-
-def through(bad: float, firewall: Firewall, device: str) -> Reading:
-    """Whether an fp8 quantiser passes a bad value in padding on to the router."""
+def through(bad: float, quantise: Quantise, device: str) -> Answer:
+    """Padding of the attention output holds NaN, or Inf. Does an fp8 quantiser pass it on to the router?"""
     attended = scene.make_logits(device, 256, 8)
     attended[scene.LIVE :, ::64] = bad
-    values, scale = firewall.quantise(attended)
+    values, scale = quantise(attended)
     quantised = values.float() * scale
     logits = quantised @ scene.make_logits(device, 128, 256)
     rows, live = bad_rows(logits), slice(scene.LIVE)
@@ -41,7 +35,9 @@ def through(bad: float, firewall: Firewall, device: str) -> Reading:
     else:
         verdict = Verdict.PAD_ONLY if bool(rows.any()) else Verdict.CLEAN
     _, ids = broken.route(broken.warp_keeps_its_first_column, logits, 8)
-    return reading(verdict, rows_with_duplicates=int(rows_with_duplicates(ids).sum()))
+    return good_if(
+        verdict == Verdict.CLEAN, verdict, rows_with_duplicates=int(rows_with_duplicates(ids).sum())
+    )
 
 
 def vllms_op(x: torch.Tensor, *, per_token: bool) -> scene.Routed:
@@ -60,26 +56,25 @@ def vllms_op(x: torch.Tensor, *, per_token: bool) -> scene.Routed:
     return values, scale
 
 
-_CLEAN, _PAD, _LEAK = Verdict.CLEAN, Verdict.PAD_ONLY, Verdict.LEAKED
 _fp8 = partial(partial, broken.quantise_fp8)
-FIREWALLS: dict[str, Firewall] = {
-    "a scale a token, fmax": Firewall(_fp8(per_token=True, drops_nan=True), _CLEAN, _PAD),
-    "a scale a token, torch.amax": Firewall(_fp8(per_token=True, drops_nan=False), _PAD, _PAD),
-    "one scale, fmax": Firewall(_fp8(per_token=False, drops_nan=True), _CLEAN, _LEAK),
-    "one scale, torch.amax": Firewall(_fp8(per_token=False, drops_nan=False), _LEAK, _LEAK),
-    "a scale a token, vLLM's op": Firewall(partial(vllms_op, per_token=True), None, None),
-    "one scale, vLLM's op": Firewall(partial(vllms_op, per_token=False), None, None),
+FIREWALLS: dict[str, Quantise] = {
+    "a scale a token, fmax": _fp8(per_token=True, drops_nan=True),
+    "a scale a token, torch.amax": _fp8(per_token=True, drops_nan=False),
+    "one scale, fmax": _fp8(per_token=False, drops_nan=True),
+    "one scale, torch.amax": _fp8(per_token=False, drops_nan=False),
+    "a scale a token, vLLM's op": partial(vllms_op, per_token=True),
+    "one scale, vLLM's op": partial(vllms_op, per_token=False),
 }
 _THEIRS = [wall for name, wall in FIREWALLS.items() if "vLLM" in name]
 
 
-def unavailable_reason(firewall: Firewall, device: str) -> str | None:
+def unavailable_reason(firewall: Quantise, device: str) -> str | None:
     """Why this quantiser cannot run, if it is vLLM's."""
     if firewall in _THEIRS:
         return scene.vllm_unavailable_reason(device, scene.VLLM_FP8_VARIABLE)
     return None
 
 
-def evidence(firewall: Firewall) -> Evidence:
+def evidence(firewall: Quantise) -> Evidence:
     """The evidence grade of this quantiser's code."""
     return scene.vllm_evidence(scene.VLLM_FP8_VARIABLE) if firewall in _THEIRS else REPLICA

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
+from staleproof import child
 from staleproof import device as devices
-from staleproof.cases import children
-from staleproof.cases.case import Reading, absent, needs_cuda, reading
-from staleproof.cases.compare import rounding
+from staleproof.evidence.compare import rounding
 from staleproof.incidents.moe_routing.batch import NAN_ROWS, RIGHT, SILENT, Batch, make_ids
+from staleproof.lab import Answer, bad, good_if, needs_cuda, not_run
 
 # The text of CUDA's error, and two other ways in which a process may end.
 CUDA_ILLEGAL_ACCESS, TIMED_OUT, DIED = "illegal memory access", "timed out", "died"
@@ -42,21 +42,19 @@ class Shape(NamedTuple):
 
 
 SHAPE = Shape()
-# Name -> a call, and what it does in a release that has the bounds check.
 CALLS = {
-    "distinct": (Call("distinct"), RIGHT),
-    "all equal": (Call("all equal"), SILENT),
-    "distinct, all-to-all": (Call("distinct", 2), RIGHT),
-    # The finalise kernel of this path has no bounds check in any release read, up to 0.7.2.post1.
-    "all equal, all-to-all": (Call("all equal", 2), CUDA_ILLEGAL_ACCESS),
+    "distinct": Call("distinct"),
+    "all equal": Call("all equal"),
+    "distinct, all-to-all": Call("distinct", 2),
+    "all equal, all-to-all": Call("all equal", 2),
 }
 
 
-def expected(name: str, device: str) -> str | None:
-    """The verdict of one of :data:`CALLS`; ``None`` on SM100 and for releases without the bounds check."""
+def is_known() -> bool:
+    """Whether outcomes are known: not on SM100, nor for a release without the bounds check."""
     version = (devices.version_of("flashinfer-python") or "0").split(".post")[0].split("rc")[0]
     old = tuple(int(part) for part in version.split(".")[:3]) < CHECKED_FROM
-    return None if old or devices.machine().capability == "sm_100" else CALLS[name][1]
+    return not old and not devices.is_sm100()
 
 
 def unavailable_reason(name: str, device: str) -> str | None:
@@ -78,8 +76,8 @@ def _not_compiled() -> str | None:
     )
 
 
-def call_installed(name: str, device: str, shape: Shape = SHAPE) -> Reading:
-    """What becomes of one of :data:`CALLS`, in a process of its own.
+def call_installed(name: str, device: str, shape: Shape = SHAPE) -> Answer:
+    """FlashInfer's fused MoE gets distinct ids, or one id for all. Right, wrong, or a crash?
 
     Args:
         name: of the call.
@@ -90,17 +88,16 @@ def call_installed(name: str, device: str, shape: Shape = SHAPE) -> Reading:
         ``right``, ``wrong, silent``, ``NaN``, or how the process ended; with the number of wrong rows. A
         Python error is ``not run``: it says nothing about the kernel.
     """
-    call, _ = CALLS[name]
-    ended = children.call(_in_child, call, shape, device, timeout_s=300, env={"TRITON_INTERPRET": "0"})
+    ended = child.call(_in_child, CALLS[name], shape, device, timeout_s=300, env={"TRITON_INTERPRET": "0"})
     if ended.told:
-        result: Reading = ended.told[-1]
+        result: Answer = ended.told[-1]
         return result
     if ended.code == 1:
-        return absent(ended.last_line)
-    return reading(TIMED_OUT if ended.code is None else DIED, note=ended.last_line)
+        return not_run(ended.last_line)
+    return bad(TIMED_OUT if ended.code is None else DIED, note=ended.last_line)
 
 
-def _in_child(call: Call, shape: Shape, device: str) -> Reading:
+def _in_child(call: Call, shape: Shape, device: str) -> Answer:
     from flashinfer.fused_moe import cutlass_fused_moe
 
     torch.manual_seed(0)
@@ -129,7 +126,7 @@ def _in_child(call: Call, shape: Shape, device: str) -> Reading:
     except RuntimeError as error:
         if CUDA_ILLEGAL_ACCESS not in str(error):
             raise
-        children.tell(reading(CUDA_ILLEGAL_ACCESS, note=str(error).strip().splitlines()[0]))
+        child.tell(bad(CUDA_ILLEGAL_ACCESS, note=str(error).strip().splitlines()[0]))
         # The CUDA context is lost: leave without the clean-up, which would call CUDA again.
         os._exit(3)
     want = _reference(x, w1, w2, weights, ids).cpu()
@@ -137,7 +134,8 @@ def _in_child(call: Call, shape: Shape, device: str) -> Reading:
     far = (out.float() - want).norm(dim=1) > rounding(torch.bfloat16, 5) * want.norm(dim=1) + 1e-6
     nan = out.isnan().any(1)
     wrong = int((far | nan).sum())
-    return reading(NAN_ROWS if bool(nan.any()) else SILENT if wrong else RIGHT, wrong_rows=wrong)
+    verdict = NAN_ROWS if bool(nan.any()) else SILENT if wrong else RIGHT
+    return good_if(verdict == RIGHT, verdict, wrong_rows=wrong)
 
 
 def _reference(

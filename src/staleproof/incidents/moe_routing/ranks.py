@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from staleproof.cases import children
-from staleproof.cases.children import ChildError
-from staleproof.cases.graph import capture_sizes, padded_size
+from staleproof import child
+from staleproof.child import ChildError
+from staleproof.graph import capture_sizes, padded_size
 from staleproof.incidents.moe_routing.origin import Model, Scheduler, Setting, Step, trace
 
 TIMEOUT_S = 90
@@ -110,7 +110,7 @@ def serve_ranks(settings: Sequence[Setting], device: str, *, timeout_s: float = 
         ChildError: a rank failed, was too slow, or ran other sizes than its neighbour.
     """
     ranks = settings[0].ranks
-    by_rank = children.call_ranks(_serve_as_rank, ranks, settings, device, timeout_s=timeout_s)
+    by_rank = child.call_ranks(_serve_as_rank, ranks, settings, device, timeout_s=timeout_s)
     return [add(of_setting) for of_setting in zip(*by_rank, strict=True)]
 
 

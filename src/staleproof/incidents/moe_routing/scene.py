@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from staleproof.cases.case import Reading
-from staleproof.cases.finding import Evidence, real_file
 from staleproof.evidence.rows import bad_rows
+from staleproof.grades import Evidence, real_file
 from staleproof.incidents.moe_routing import broken, consumer
 from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.broken import REMEDIES
+from staleproof.lab import Answer
 from staleproof.ops.topk import grouped_topk, topk_sigmoid, topk_softmax
 
 NAN, INF = float("nan"), float("inf")
@@ -270,7 +270,7 @@ def routed(case: RoutingCase, device: str) -> Routed:
     return select_broken(WARP, given, top_k, is_padding=padding, remedy=remedy)
 
 
-def serve(case: RoutingCase, device: str) -> Reading:
+def serve(case: RoutingCase, device: str) -> Answer:
     """The outcome of the batch in the consumer."""
     ids = routed(case, device)[1]
     return consumer.observe(case.batch, ids, device, before=case.before, guard=case.guard)

@@ -8,18 +8,17 @@ import pytest
 import torch
 
 from staleproof import device as devices
-from staleproof.cases.children import ChildError
-from staleproof.cases.finding import Finding
+from staleproof.child import ChildError
 from staleproof.device import Provenance
 from staleproof.evidence.rows import Verdict
-from staleproof.incidents.moe_routing import broken, cases, fp8, ranks, scene
-from staleproof.incidents.moe_routing.cases import TABLE
+from staleproof.incidents.moe_routing import broken, fp8, questions, ranks, scene
 from staleproof.incidents.moe_routing.origin import Setting
 from staleproof.incidents.moe_routing.scene import OURS, Routed, RouterInput, Selector
+from staleproof.lab import Finding
 
 
 def failed(name: str, *variants: str, device: str) -> list[Finding]:
-    return [found for found in TABLE.ask(name, *variants, device=device) if found.failed]
+    return [found for found in questions.incident.ask(name, *variants, device=device) if found.failed]
 
 
 def test_a_choice_that_loses_the_best_is_not_called_right(device):
@@ -27,9 +26,9 @@ def test_a_choice_that_loses_the_best_is_not_called_right(device):
         weights, ids = scene.select_ours(given, top_k + 1)
         return weights[:, 1:], ids[:, 1:]
 
-    said = [cases.choose(kind, Selector(second_best), device).verdict for kind in scene.INPUTS]
+    said = [questions.choose(kind, Selector(second_best), device).verdict for kind in scene.INPUTS]
     # With softmax a row with NaN has no best.
-    assert said == ["distinct"] * 2 + [cases.NOT_THE_BEST] * 3
+    assert said == ["distinct"] * 2 + [questions.NOT_THE_BEST] * 3
 
 
 def test_a_remedy_that_spoils_good_rows_is_noticed(device, monkeypatch):
@@ -42,13 +41,13 @@ def test_a_remedy_that_spoils_good_rows_is_noticed(device, monkeypatch):
 @pytest.mark.parametrize(("name", "rows", "said"), [(OURS, 8, "wrong"), ("skip_padding", 5, "right")])
 def test_good_rows_keep_their_weights_to_rounding(monkeypatch, name, rows, said):
     """Weights larger by 5e-6 are wrong, as are those of padding where they are not skipped."""
-    given = scene.router_input(cases.REMEDY_CASES["NaN in a live row"], "cpu")
+    given = scene.router_input(questions.REMEDY_CASES["NaN in a live row"], "cpu")
 
     def routed(spoilt: int) -> str:
-        weights, ids = cases.reference.topk_softmax(given.logits, 8)
+        weights, ids = questions.reference.topk_softmax(given.logits, 8)
         weights[spoilt] *= 1 + 5e-6
         monkeypatch.setattr(scene, "routed", lambda case, device: (weights, ids))
-        return cases.good_rows(name, "cpu")
+        return questions.good_rows(name, "cpu").verdict
 
     assert [routed(1), routed(2), routed(rows - 1)] == ["wrong", "right", "wrong"]
     assert routed(7) == said
@@ -95,7 +94,7 @@ def ranks_that(answer: dict[str, dict[str, int]] | str, monkeypatch: pytest.Monk
 
 
 def servers(device: str) -> dict[str, Finding]:
-    return {found.variant: found for found in TABLE.ask(cases.PADDING, device=device)}
+    return {found.variant: found for found in questions.incident.ask(questions.PADDING, device=device)}
 
 
 def test_padding_is_judged_by_busy_passes(monkeypatch):
@@ -148,5 +147,5 @@ def test_a_replay_is_compared_row_by_row(device, monkeypatch, changed, verdict):
         return weights, ids
 
     monkeypatch.setitem(scene.SELECTORS, scene.VLLM, Selector(theirs))
-    found = cases.replay(scene.WARP, device)
+    found = questions.replay(scene.WARP, device)
     assert (found.verdict, found.numbers) == (verdict, {"rows": 256, "same_rows": 256 - len(changed)})
