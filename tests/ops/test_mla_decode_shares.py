@@ -60,9 +60,18 @@ def assert_each_tile_once(found: list[list[Segment]], lens: list[int]) -> None:
         assert [p for p, _, _ in mine] == [*range(mine[0][0], mine[0][0] + len(mine))]
 
 
-@pytest.mark.parametrize("programs", [7, 33])
-@pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
-def test_equal_parts_cover_every_tile_once(lens: list[int], programs: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    [
+        ("two or three a program", 33),
+        ("some cut in three", 7),
+        ("one long", 7),
+        ("equal, cut", 33),
+        ("empty", 7),
+    ],
+)
+def test_equal_parts_cover_every_tile_once(name: str, programs: int) -> None:
+    lens = LENS[name]
     found = taken(lens, programs, aligned_parts(programs, len(lens)), 256)
     assert_each_tile_once(found, lens)
     tiles = {max(-(-n // 64), 1) for n in lens}
@@ -73,16 +82,20 @@ def test_equal_parts_cover_every_tile_once(lens: list[int], programs: int) -> No
         assert most <= -(-whole // min(programs, whole)) + REQUEST_COST
 
 
-@pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
-def test_splits_cover_every_tile_once(lens: list[int]) -> None:
+@pytest.mark.parametrize("name", ["some cut in three", "one long", "empty"])
+def test_splits_cover_every_tile_once(name: str) -> None:
+    lens = LENS[name]
     found = taken(lens, 3 * len(lens), 3, 0)
     assert_each_tile_once(found, lens)
     assert all(len(segments) <= 1 for segments in found)
 
 
-@pytest.mark.parametrize("slots", [2, 7, 8, 33, 66])
-@pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
-def test_programs_take_whole_requests_in_turn(lens: list[int], slots: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    [("two or three a program", 33), ("some cut in three", 7), ("one long", 8), ("equal", 66), ("one", 2)],
+)
+def test_programs_take_whole_requests_in_turn(name: str, slots: int) -> None:
+    lens = LENS[name]
     programs = whole_programs(len(lens), 1, slots)
     found = taken(lens, programs, 1, 1)
     assert_each_tile_once(found, lens)
