@@ -24,9 +24,7 @@ def lens(*values: int, device: str = "cpu") -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(
     ("shape", "seq_lens", "starts"),
     [
@@ -34,13 +32,12 @@ def lens(*values: int, device: str = "cpu") -> torch.Tensor:
         ((40, 2, 64), (0, 9) * 20, None),
         ((6, 4, 64), (0, 5, 0), None),
         ((3, 5, 2, 64), (4, 0, 8), None),
-        ((3, 2, 2, 64), (4, 0, 8), None),
         ((11, 3, 64), (4, 0, 8, 0), (0, 2, 5, 8, 8)),
         ((300, 1, 32), (1, 0) * 75, tuple(range(0, 301, 2))),
         ((9, 2, 32), (5, 6), (0, 3, 4)),
     ],
     ids=[
-        *("3-d", "many rows", "uniform q_len", "4-d", "two tokens", "ragged", "ragged, many requests"),
+        *("3-d", "many rows", "uniform q_len", "4-d", "ragged", "ragged, many requests"),
         "rows behind the last request",
     ],
 )
@@ -137,12 +134,11 @@ BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_INPUTS)
-def test_bad_input_is_named_and_nothing_is_written(device: str, case: str) -> None:
-    change, message = BAD_INPUTS[case]
-    given = {"out": _sevens(4, 2, 64), "seq_lens": lens(0, 0, 0, 0)} | change
-    args = {name: moved(value, device) for name, value in given.items()}
-    before = args["out"].clone()
-    with pytest.raises(ValueError, match=message):
-        clear_empty_rows(**args)
-    assert torch.equal(args["out"], before)
+def test_bad_input_is_named_and_nothing_is_written(device: str) -> None:
+    for change, message in BAD_INPUTS.values():
+        given = {"out": _sevens(4, 2, 64), "seq_lens": lens(0, 0, 0, 0)} | change
+        args = {name: moved(value, device) for name, value in given.items()}
+        before = args["out"].clone()
+        with pytest.raises(ValueError, match=message):
+            clear_empty_rows(**args)
+        assert torch.equal(args["out"], before)

@@ -24,7 +24,7 @@ def test_no_key_while_torch_traces():
         assert key_of(torch.ones(2), 3) is None
 
 
-@pytest.mark.parametrize("shape", [(5,), (4, 0), (0, 4), (2, 3), (8, 16, 512), torch.Size((2, 3, 4, 5))])
+@pytest.mark.parametrize("shape", [(5,), (0, 4), torch.Size((2, 3, 4, 5))])
 def test_memory_of_a_found_call_is_that_of_torch_empty(monkeypatch, shape):
     asked = []
 
@@ -63,17 +63,16 @@ OTHERS: dict[str, tuple[tuple[object, ...], bool]] = {
 
 
 @pytest.mark.parametrize("in_python", [False, True], ids=["torch's guards", "without them"])
-@pytest.mark.parametrize("case", OTHERS)
-def test_a_kept_call_serves_the_same_layouts_and_numbers(case, in_python, monkeypatch):
+def test_a_kept_call_serves_the_same_layouts_and_numbers(in_python, monkeypatch):
     if in_python:
         monkeypatch.setattr(private, "_TensorGuards", None)
-    seen: Seen[str] = Seen()
-    seen.keep((X, Y, 8, None), "a call")
-    arguments, serves = OTHERS[case]
-    assert seen.get(arguments) == ("a call" if serves else None)
-    assert seen.get((X, Y, 8, None)) == "a call"
-    seen.keep(None, "another")
-    assert seen.get(None) is None
+    for case, (arguments, serves) in OTHERS.items():
+        seen: Seen[str] = Seen()
+        seen.keep((X, Y, 8, None), "a call")
+        assert seen.get(arguments) == ("a call" if serves else None), case
+        assert seen.get((X, Y, 8, None)) == "a call"
+        seen.keep(None, "another")
+        assert seen.get(None) is None
 
 
 def test_a_call_kept_for_an_odd_address_serves_every_address():
@@ -137,8 +136,7 @@ def gpus(monkeypatch) -> list[Any]:
     return asked
 
 
-@pytest.mark.parametrize("grid", [(5,), (5, 6), (5, 6, 7)])
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(("grid", "index"), [((5,), 0), ((5, 6), 1), ((5, 6, 7), 1)])
 def test_what_was_launched_is_launched_again_on_its_device_and_its_stream(gpus, grid, index):
     first = SimpleNamespace(is_cuda=True, get_device=lambda: index)
     taken: list[Any] = []

@@ -34,7 +34,7 @@ POISON = {None: (torch.nan, torch.inf, 3e38), E4M3: (torch.nan, 448.0, -448.0)}
     ("dtype", "page_size", "splits", "cache"),
     [
         *((dtype, *pair, None) for dtype in SPLITS for pair in SPLITS[dtype].items()),
-        *((dtype, 64, splits, E4M3) for dtype in SPLITS for splits in (None, 1, 3)),
+        *((dtype, 64, splits, E4M3) for dtype, splits in zip(SPLITS, (None, 1, 3), strict=True)),
     ],
     ids=str,
 )
@@ -102,9 +102,10 @@ def test_as_many_programs_share_a_request_as_were_asked_for(device: str, monkeyp
     assert len(merges) == (splits > 1)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("cut", ["given", "portable", "pairs"])
-@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize(
+    ("cut", "splits", "ready"),
+    [("given", 1, True), ("given", 3, False), ("portable", 3, True), ("pairs", 1, False), ("pairs", 3, True)],
+)
 def test_a_cut_is_launched_by_its_kernel_on_hopper(
     monkeypatch: pytest.MonkeyPatch, splits: int, cut: str, ready: bool
 ) -> None:
@@ -226,12 +227,11 @@ def test_length_past_the_table_reads_no_entry_behind_it(device: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "splits", "page_size", "heads", "q_len", "cache"),
     [
-        *(
-            (dtype, splits, *sizes, None)
-            for dtype in (torch.bfloat16, torch.float16)
-            for splits in (None, 1, 3)
-            for sizes in ((64, 128, 1), (128, 128, 1), (64, 40, 1), (64, 128, 2))
-        ),
+        (torch.bfloat16, None, 64, 128, 1, None),
+        (torch.bfloat16, 1, 64, 128, 2, None),
+        (torch.bfloat16, 3, 128, 128, 1, None),
+        (torch.float16, None, 128, 128, 1, None),
+        (torch.float16, 3, 64, 40, 1, None),
         *((torch.bfloat16, None, 64, heads, None, E4M3) for heads in (16, 32, 128)),
     ],
     ids=str,
@@ -319,21 +319,21 @@ BAD_INPUTS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_INPUTS)
-def test_bad_input_is_named_and_nothing_is_written(device: str, case: str) -> None:
-    name, change, message = BAD_INPUTS[case]
-    args = make(device, [20, 30])
-    args[name] = change(args.get(name))
-    out = args.setdefault("out", torch.full((2, 16, RANK), 7.0, dtype=torch.bfloat16, device=device))
-    lse = args.setdefault("lse", torch.full((2, 16), 7.0, device=device))
-    before = out.clone(), lse.clone()
-    with pytest.raises(ValueError, match=message):
-        mla_decode(**args)
-    assert_same_bits((out, lse), before)
+def test_bad_input_is_named_and_nothing_is_written(device: str) -> None:
+    for name, change, message in BAD_INPUTS.values():
+        args = make(device, [20, 30])
+        args[name] = change(args.get(name))
+        out = args.setdefault("out", torch.full((2, 16, RANK), 7.0, dtype=torch.bfloat16, device=device))
+        lse = args.setdefault("lse", torch.full((2, 16), 7.0, device=device))
+        before = out.clone(), lse.clone()
+        with pytest.raises(ValueError, match=message):
+            mla_decode(**args)
+        assert_same_bits((out, lse), before)
 
 
-@pytest.mark.parametrize("page", [-1, 5, 2**31 - 1])
-@pytest.mark.parametrize(("request_", "index"), [(0, 0), (0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("request_", "index", "page"), [(0, 0, -1), (0, 1, 5), (1, 0, 2**31 - 1), (1, 0, -1)]
+)
 def test_validate_names_each_page_that_is_used_and_out_of_the_cache(device, request_, index, page) -> None:
     """Pages 0 to 4 exist. The last page of a request holds few of its tokens, and none is used behind it."""
     batch = make(device, [20, 7])

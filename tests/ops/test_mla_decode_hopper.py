@@ -43,8 +43,8 @@ def test_a_merge_covers_64_rows_and_512_columns() -> None:
         ([500, 0, 70, 64, 1000], None, 2, 5, 8),
         ([640] * 3, None, 6, 1, 8),
         ([640] * 9, 12, 2, 5, 8),
-        # Instead of seven programs, four with a request each just pay off, and then no longer; six with two or
-        # three requests.
+        # Instead of seven programs, four with a request each just pay off, and then no longer; six with two
+        # or three requests.
         ([448] * 4, 7, 6, 1, 2),
         ([512] * 4, 7, 2, 5, 8),
         ([64] * 16, 7, 6, 1, 2),
@@ -304,7 +304,7 @@ def test_the_addresses_of_as_many_caches_are_kept_as_of_calls(monkeypatch: pytes
 
 @pytest.fixture(name="cuts")
 def cuts_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """These kernels wherever they support the call, also where another is faster, with one cut after another."""
+    """These kernels wherever they support the call, also where another is faster; each cut in turn."""
     now = ""
 
     def cut(q: torch.Tensor, kv_cache: torch.Tensor, q_len: int, capacity: int) -> Cut:
