@@ -1,9 +1,8 @@
-"""The timeline: its data, the table made from it, and a picture in which no label meets another."""
+"""The timeline: its data, and a picture in which no label meets another."""
 
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import itertools
 import json
 import os
@@ -17,8 +16,6 @@ from matplotlib.dates import date2num
 from made import EVENT, drawn_words, texts
 from staleproof.cases import store
 from staleproof.cases.finding import Grade
-from staleproof.cases.words import NOT_RUN
-from staleproof.device import version_of
 from staleproof.report import timeline
 from staleproof.report.plots import INK
 
@@ -39,16 +36,6 @@ def _file(tmp_path: Path, events: Sequence[Changes] = (), claims: Sequence[Chang
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps(rows), "utf-8")
     return path
-
-
-def test_every_incident_has_events_and_every_thread_an_address():
-    events = timeline.load()
-    assert {n for e in events for n in e.incidents} == set(timeline.LANES)
-    for e in events:
-        assert e.url or e.source.endswith("wheel"), e.source
-        # What a thread says is never marked as checked; a checked line has no figure of a thread.
-        assert e.checked == e.source.endswith("wheel"), e.source
-        assert not (e.checked and e.reported), e.source
 
 
 def test_load_reads_one_incident_or_several(tmp_path):
@@ -118,18 +105,6 @@ def test_the_picture_has_a_lane_for_each_incident_and_a_stem_below_each_label(tm
     assert [line.get_markerfacecolor() for line in legend.get_lines()] == [INK, "none"]
 
 
-def test_the_first_twenty_claims_are_there_in_order_and_each_has_a_mark():
-    found = timeline.claims()
-    assert [c.number for c in found if c.number] == list(range(1, 21))
-    for c in found:
-        assert c.url.startswith("https://github.com/"), c.claim
-        assert (WORKBOOK.parent / "src/staleproof/incidents" / (c.finding or ("mla_padding",))[0]).is_dir()
-        # What could not be run says why, and no verdict stands for it.
-        assert c.mark != timeline.NOT_HERE or (c.note and (c.finding or (NOT_RUN,))[-1] == NOT_RUN)
-        # What rests on a run names its finding, or says what was timed.
-        assert c.finding or c.grade not in (Grade.REAL, Grade.REPLICA) or "benchmarks/" in c.note, c.claim
-
-
 def test_what_shows_a_claim_is_what_the_recorded_runs_hold():
     runs = store.read_all()
     for c in timeline.claims():
@@ -138,30 +113,3 @@ def test_what_shows_a_claim_is_what_the_recorded_runs_hold():
             assert {f.verdict for f in held} == {c.finding[3]}, c
             # What rests on lines may have a finding of any grade beside it.
             assert {f.grade for f in held if f.ran} <= {c.grade} or c.grade == Grade.SOURCE, c
-
-
-def test_lines_that_are_cited_exist_where_the_release_is_here():
-    """Of FlashInfer, if this version is installed, and of the releases of vLLM that were fetched."""
-    cited = {line for c in (*timeline.claims(), *timeline.load()) for line in c.where}
-    package = importlib.util.find_spec("flashinfer")
-    checked = 0
-    for line in sorted(cited):
-        name, version, place = line.split(" ")
-        if name == "flashinfer-cubin":
-            continue
-        file, _, numbers = place.rpartition(":")
-        if name == "vLLM":
-            path = CACHE / version / file
-        elif package and version_of("flashinfer-python") == version:
-            path = Path(package.submodule_search_locations[0]).parent / file
-        else:
-            continue
-        if path.is_file():
-            assert int(numbers.split("-")[-1]) <= len(path.read_text("utf-8").splitlines()), line
-            checked += 1
-        else:
-            # Of vLLM the wheels are fetched, which have no CUDA sources.
-            assert name == "vLLM", line
-            assert "csrc/" in file or not (CACHE / version).is_dir(), line
-    if not checked:
-        pytest.skip("neither this FlashInfer nor a fetched release of vLLM is here")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from staleproof.cases.finding import Grade
 from staleproof.cases.store import checkout
-from staleproof.check import require
 from staleproof.report.plots import FONT, INK, STYLE
 
 # Number of the incident -> its folder and a few words on it.
@@ -68,8 +65,6 @@ class Event:
 HELD, HELD_IN_PART, NOT_HELD = "held", "held in part", "did not hold"
 CONSISTENT, NOT_HERE = "consistent with a replica", "could not be run here"
 MARKS = (HELD, HELD_IN_PART, NOT_HELD, CONSISTENT, NOT_HERE)
-# Package, release, file and lines; of a binary the offset.
-_WHERE = re.compile(r"(vLLM|FlashInfer|flashinfer-cubin) \S+ \S+:(\d+(-\d+)?|0x[0-9a-f]+)")
 
 
 @dataclass(frozen=True)
@@ -111,39 +106,11 @@ def claims(path: Path | None = None) -> list[Claim]:
 
     Raises:
         RunFileError: staleproof is installed without its checkout.
-        ValueError: an entry lacks a field, has an unknown one, an unknown mark or grade, or a mark that
-            its grade does not carry.
     """
-    found = []
-    for number, row in enumerate(_read(path)["claims"], 1):
-        name, mark, shown = f"claim {number}", row.get("mark"), row.get("finding")
-        grades = {NOT_HERE: (None,), CONSISTENT: (Grade.REPLICA,)}.get(mark, tuple(Grade))
-        _check(name, row, set(Claim.__annotations__), grades)
-        require(mark in MARKS, f"{name}, mark", f"one of {MARKS}", mark)
-        read = bool(row["where"]) or row["grade"] != Grade.SOURCE
-        require(read, f"{name}, where", "the lines that say it", row["where"])
-        ok = shown is None or len(shown) == 4
-        require(ok, f"{name}, finding", "incident, question, variant, verdict", shown)
-        found.append(
-            Claim(**row | {"finding": tuple(shown) if shown else None, "where": tuple(row["where"])})
-        )
-    return found
-
-
-def _check(name: str, row: dict[str, Any], fields: set[str], grades: tuple[Grade | None, ...]) -> None:
-    """Refuse an entry with other fields, a grade that its mark does not carry, or lines that are no place."""
-    require(set(row) == fields, name, f"the fields {sorted(fields)}", sorted(row))
-    said = [str(grade) for grade in grades]
-    require(row["grade"] in grades, f"{name}, grade of {row.get('mark')!r}", f"one of {said}", row["grade"])
-    for where in row["where"]:
-        expected = "package, release, file:line"
-        require(_WHERE.fullmatch(where) is not None, f"{name}, where", expected, where)
-
-
-def _read(path: Path | None) -> dict[str, Any]:
-    path = path or checkout() / "workbook" / "timeline.json"
-    rows: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return rows
+    return [
+        Claim(**row | {"finding": tuple(row["finding"] or ()) or None, "where": tuple(row["where"])})
+        for row in _read(path)["claims"]
+    ]
 
 
 def load(path: Path | None = None) -> list[Event]:
@@ -154,22 +121,24 @@ def load(path: Path | None = None) -> list[Event]:
 
     Raises:
         RunFileError: staleproof is installed without its checkout.
-        ValueError: an entry lacks a field, has an unknown one, or names an unknown incident, or
-            the entries are not in order of date.
     """
     events = []
-    for number, row in enumerate(_read(path)["events"], 1):
-        name, fields = f"timeline entry {number}", set(Event.__annotations__) - {"incidents"} | {"incident"}
-        _check(name, row, fields, (Grade.REAL, Grade.SOURCE) if row.get("checked") else (None, Grade.SOURCE))
+    for row in _read(path)["events"]:
         incident = row.pop("incident")
-        incidents = tuple(incident if isinstance(incident, list) else [incident])
-        known = bool(incidents) and set(incidents) <= set(LANES)
-        require(known, f"{name}, incident", f"some of {list(LANES)}", incident)
-        row |= {"date": datetime.date.fromisoformat(row["date"]), "incidents": incidents}
-        events.append(Event(**row | {"reported": tuple(row["reported"]), "where": tuple(row["where"])}))
-    dates = [e.date for e in events]
-    require(dates == sorted(dates), "events", "entries in order of date", "another order")
-    return events
+        row |= {
+            "date": datetime.date.fromisoformat(row["date"]),
+            "incidents": tuple(incident if isinstance(incident, list) else [incident]),
+            "reported": tuple(row["reported"]),
+            "where": tuple(row["where"]),
+        }
+        events.append(Event(**row))
+    return sorted(events, key=lambda event: event.date)
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    path = path or checkout() / "workbook" / "timeline.json"
+    rows: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return rows
 
 
 @mpl.rc_context(STYLE | {"axes.spines.left": False, "ytick.major.size": 0})
