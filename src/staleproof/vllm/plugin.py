@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from staleproof.vllm import live, process
+from staleproof.vllm import backend, live, process
 from staleproof.vllm.hooks import out_of_service, warn_once
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.patches import NOTEBOOKS
@@ -285,6 +285,8 @@ def _apply(here: live.Here) -> None:
     if of.unknown and os.environ.get(UNKNOWN) != "probe":
         found = ", ".join(d.patch.name for d in decided if d.needed) or "nothing"
         raise PatchError(f"{of.unknown}; its own sources need {found}; {UNKNOWN}=probe patches what it can")
+    # It is used only if a server selects it.
+    process.contained(lambda: backend.offer(of.name, sources), "no attention backend")
     by_state: dict[str, list[str]] = {}
     for decision in decided:
         name, state, why = decision.patch.name, decision.state, decision.why

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-# Installed like patches, and none themselves: what logs the patches, and what makes the traced patches
-# factors of vLLM's compile cache.
-REPORT, CACHE = "report", "compile cache"
+# Installed like patches, and none themselves: what logs the patches, what makes the traced patches factors of
+# vLLM's compile cache, and the attention backend.
+REPORT, CACHE, BACKEND = "report", "compile cache", "backend"
 # How often a patch comes back after a hook that raised, and how many seconds later.
 RETRIES, WAIT_S = 3, 60.0
 SWITCHED = "switched off by "
@@ -116,7 +116,7 @@ class Registry:
     def in_service(self) -> list[str]:
         """Return the patches that have a target in place or waiting, and did not step back."""
         patches = [patch for patch in [*self.patches.values()] if patch.is_lasting and patch.reason is None]
-        return [patch.name for patch in patches if patch.name not in (REPORT, CACHE)]
+        return [patch.name for patch in patches if patch.name not in (REPORT, CACHE, BACKEND)]
 
     def counters(self) -> dict[str, Callable[[], int]]:
         """Return the metrics of all patches."""

@@ -134,8 +134,11 @@ def call(
     if reason := unavailable_reason(cpu=False):
         raise WholeError(reason)
     interpreter = python()
-    source = str(Path(__file__).parents[2])
-    env = {**SET, "PYTHONPATH": source, **(env or {})}
+    folders = [str(Path(__file__).parents[2])]
+    if interpreter == Path(sys.executable):
+        # Its vLLM may lie in a folder that only this process's path has.
+        folders += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    env = {**SET, "PYTHONPATH": os.pathsep.join(folders), **(env or {})}
     unset = [word for name in UNSET for word in ("-u", name)]
     command = ["env", *unset, str(interpreter), "-m", "staleproof.child"]
     order = pickle.dumps((function.__module__, function.__qualname__, args))
