@@ -14,7 +14,7 @@ from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.compare import too_far
 from staleproof.evidence.rows import Fill, Verdict, bad_rows, judge_rows, pad_invariance, same_bits
 from staleproof.grades import REPLICA, Evidence, Grade
-from staleproof.incidents.mla_padding import broken, scene
+from staleproof.incidents.mla_padding import broken, scene, whole
 from staleproof.incidents.mla_padding.correct import wrong
 from staleproof.incidents.mla_padding.pictures import ROWS
 from staleproof.incidents.mla_padding.remedies import (
@@ -139,8 +139,8 @@ def _in_memory_of_its_own(kernel: broken.Kernel, call: scene.Call) -> tuple[torc
     # Elements that equal the fill in both runs were never written.
     kept = (over_nan.isnan() & (over_ones == 1)).reshape(len(over_nan), -1)
     states = row_states(over_nan)
-    for row, (some, whole) in enumerate(zip(kept.any(1).tolist(), kept.all(1).tolist(), strict=True)):
-        states[row] = "unwritten" if whole else "partly written" if some else states[row]
+    for row, (some, every) in enumerate(zip(kept.any(1).tolist(), kept.all(1).tolist(), strict=True)):
+        states[row] = "unwritten" if every else "partly written" if some else states[row]
     return over_ones, states
 
 
@@ -649,3 +649,5 @@ def off_on(setup: Setup) -> Fix:
 incident.fixes(
     served, {name: off_on((SETUPS | WRONG_REMEDIES)[name]) for name in FIXES}, compare=wrong, expect=FIXES
 )
+
+whole.add(incident)
