@@ -21,22 +21,9 @@ from staleproof.vllm.sources import within
 from staleproof.whole import place
 from staleproof.whole.engine import Engine, states_of
 from staleproof.whole.load import Arrival
+from staleproof.whole.shapes import QWEN3_NEXT
 from staleproof.whole.spy import before, contents
 
-LAYERS = ["linear_attention"] * 3 + ["full_attention"]
-QWEN3_NEXT: dict[str, Any] = {
-    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "dtype": "bfloat16",
-    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": len(LAYERS),
-    "layer_types": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "rope_type": "default"},
-    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    # vLLM's Qwen3-Next needs one layer of experts.
-    "mlp_only_layers": [0, 1, 2], "decoder_sparse_step": 1, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "norm_topk_prob": True,
-    "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "num_gpu_blocks_override": 24,
     "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "enable_prefix_caching": False,
@@ -56,7 +43,7 @@ def hybrid(states: Sequence[str], requests: int) -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     engine = Engine(QWEN3_NEXT, **OPTIONS)
-    _draw(engine.runner.model)
+    engine.draw_weights()
     draw = torch.Generator().manual_seed(1)
     load = [
         Arrival(f"r{i}", torch.randint(2, 2047, (20 + i * 37 % 300,), generator=draw).tolist(), 4 + i % 13)
@@ -115,17 +102,6 @@ def attention(runner: Any) -> list[Any]:
     ]
     caches = {layers[name].kv_cache.data_ptr(): layers[name].kv_cache for name in names}
     return [*caches.values()]
-
-
-def _draw(model: Any) -> None:
-    """Draw weights at the scale of their input: with vLLM's dummies of 0.001 every answer is alike."""
-    import torch
-
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() >= 2 and weight.is_floating_point() and "conv1d" not in name:
-                weight.copy_((torch.randn(weight.shape) / weight.shape[-1] ** 0.5).to(weight.dtype))
 
 
 def _nan(answers: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The questions of incident 7: the miniature, and vLLM's own scheduler of several releases."""
+"""The questions of incident 7: the miniature, vLLM's own scheduler of several releases, and a whole vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from staleproof.grades import Evidence, Grade
-from staleproof.incidents.published_unwritten import real
+from staleproof.incidents.published_unwritten import leak, real
 from staleproof.incidents.published_unwritten.broken import NONE, REMEDIES, RESTART, Remedy
 from staleproof.incidents.published_unwritten.scene import (
     FOREIGN,
@@ -277,6 +277,9 @@ def failed_load(server: Server, device: str) -> Answer:
         engine.step()
         engine.abort("first")
         return of_hits([serve(engine, [Arrival("stranger", [*prompt, 9], 2)])])
+
+
+leak.add(incident)
 
 
 # The rounds and the pool of the recorded runs of a whole vLLM 0.22.1 and 0.26.0.
