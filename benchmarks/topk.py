@@ -5,7 +5,7 @@ names the compiled ``_moe_C`` library of a vLLM wheel (0.20.2 was meant), and ``
 one of a release without #39391 (0.19.1), which is asked in a process of its own, as both bear one name;
 without them those peers are left out. FlashInfer has a stand-alone kernel for DeepSeek's grouped routing
 alone, which it compiles at its first call; without FlashInfer or nvcc it is left out. SGLang's Triton router
-(sglang #25835, #29771) is one file of its wheel, see ``staleproof.kernels.packages``.
+(sglang #25835, #29771) is one file of its wheel; ``STALEPROOF_SGLANG`` names the folder of an unpacked one.
 
 The logits of a decode batch are small and were written by the layer before: ``warm`` is their case.
 
@@ -35,9 +35,7 @@ from staleproof import device
 device.select()
 
 from staleproof.cases import measure
-from staleproof.kernels import packages
-from staleproof.kernels import sglang as of_sglang
-from staleproof.kernels.subject import subjects_of
+from staleproof.kernels.vllm_sources import Finder
 from staleproof.ops import topk as kernels
 from staleproof.ops.reference import topk as reference
 
@@ -84,14 +82,16 @@ def flashinfer() -> Any:
 
 
 def sglang() -> Any:
-    """SGLang's ``moe_fused_gate``, or ``None`` if no release of it is here."""
-    gate = next(one for one in subjects_of(of_sglang) if one.function is of_sglang.fused_gate_softmax)
-    found = packages.releases(gate)
-    if not found:
-        print("no SGLang: its router is not run")
+    """SGLang's ``moe_fused_gate``, or ``None`` if the variable names no unpacked wheel of it."""
+    root = Path(os.environ.get("STALEPROOF_SGLANG", "")) / "sglang"
+    if not root.is_dir() or root == Path("sglang"):
+        print("STALEPROOF_SGLANG names no unpacked wheel of SGLang: its router is not run")
         return None
-    packages.make_importable([gate], found[-1])
-    module: Any = importlib.import_module("sglang.kernels.ops.moe.moe_fused_gate")
+    # This file alone: the rest of the package needs more than is here.
+    name = "sglang.kernels.ops.moe.moe_fused_gate"
+    sys.path.insert(0, str(root.parent))
+    sys.meta_path.insert(0, Finder(root, [name], "sglang", torch.cuda.is_available()))
+    module: Any = importlib.import_module(name)
     # A CUDA kernel that is compiled at its first call takes 896 experts only.
     module.moe_route_radix = SimpleNamespace(covered=lambda *given: False)
     return module.moe_fused_gate

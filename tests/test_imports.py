@@ -23,7 +23,7 @@ SERVER = {"ops", "vllm", "evidence", *LIGHT}
 ALLOWED = {
     "": {"ops"},
     "__main__": {"cli"},
-    "audit": {"kernels", "check"},
+    "audit": {"check"},
     "check": set(),
     "device": {"interpreter"},
     "interpreter": set(),

@@ -5,8 +5,9 @@ Every public function checks its arguments here before it writes anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NoReturn
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import torch
@@ -102,3 +103,24 @@ def out_pair(out: object, names: str) -> None:
         fail("out", names, type(out).__name__)
     if len(out) != 2:
         fail("out", names, f"a {type(out).__name__} of {len(out)}")
+
+
+def bound(kernel: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments among ``known`` that a kernel names.
+
+    Raises:
+        TypeError: the kernel requires an argument that is not in ``known``.
+
+    >>> bound(lambda q, seq_lens, *, softmax_scale=1.0: q, {"q": 1, "seq_lens": 2, "out": 3})
+    {'q': 1, 'seq_lens': 2}
+    """
+    found = {}
+    for name, parameter in inspect.signature(kernel).parameters.items():
+        if name in known:
+            found[name] = known[name]
+        elif parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            raise TypeError(f"needs {name}; known: {', '.join(known)}")
+    return found

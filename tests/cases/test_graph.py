@@ -1,6 +1,5 @@
 """A recorded launch list freezes what a CUDA graph freezes."""
 
-import sys
 from unittest import mock
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from staleproof.cases import graph as graphs
 from staleproof.cases.graph import LaunchList, capture, padded_size
 from staleproof.evidence import plant, row_states
-from staleproof.kernels import mapping
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 
 
@@ -100,16 +98,14 @@ def test_a_batch_replays_the_next_captured_size_and_a_larger_one_is_refused():
             padded_size(live)
 
 
-def test_a_gpu_gets_a_cuda_graph_after_one_eager_step_and_a_mapping_of_its_own(monkeypatch):
+def test_a_gpu_gets_a_cuda_graph_after_one_eager_step(monkeypatch):
     steps = []
     monkeypatch.setattr(graphs, "CudaGraph", lambda fn: ("captured", fn, len(steps)))
-    monkeypatch.setattr(mapping, "_on_gpu", lambda count: f"{count} bytes of a GPU")
 
     def step():
         steps.append("ran")
 
     assert capture(step, "cuda") == ("captured", step, 1)
-    assert mapping.mapped(5, "cuda") == "5 bytes of a GPU"
 
 
 @pytest.mark.parametrize("pool", [None, "of an engine"])
@@ -129,53 +125,6 @@ def test_a_cuda_graph_is_captured_after_two_runs_beside_the_current_stream(monke
         *inside(call.graph(graph, pool=pool), step),
         call.CUDAGraph().replay(),
     ]
-
-
-def test_memory_of_a_gpu_ends_where_its_mapping_ends(monkeypatch):
-    """CUDA's driver, with pages of 64 bytes."""
-    bindings = mock.MagicMock()
-    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    driver = bindings.driver
-    driver.cuMemGetAllocationGranularity.return_value = (0, 64)
-    driver.cuMemAddressReserve.return_value = (0, 4096)
-    driver.cuMemCreate.return_value = (0, "memory")
-    driver.cuMemMap.return_value = driver.cuMemSetAccess.return_value = (0,)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    made = lambda raw, device: (raw.__cuda_array_interface__, device)  # noqa: E731
-    monkeypatch.setattr(torch, "as_tensor", made)
-    interface, device = mapping.mapped(70, "cuda")
-    # The form that https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html gives.
-    assert interface == {"shape": (70,), "typestr": "|u1", "data": (4096 + 128 - 70, False), "version": 3}
-    assert device == "cuda"
-    wanted, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
-    assert (wanted.type, wanted.location.type, wanted.location.id) == (
-        driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED,
-        driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE,
-        3,
-    )
-    assert access.location is wanted.location
-    assert access.flags is driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    assert [call for call in driver.mock_calls if call[0].startswith("cuMem")] == [
-        mock.call.cuMemGetAllocationGranularity(wanted, least),
-        # Nothing else is mapped in the pages behind.
-        mock.call.cuMemAddressReserve(128 + 8 * 64, 0, 0, 0),
-        mock.call.cuMemCreate(128, wanted, 0),
-        mock.call.cuMemMap(4096, 128, 0, "memory", 0),
-        mock.call.cuMemSetAccess(4096, 128, [access], 1),
-    ]
-    driver.cuMemSetAccess.return_value = (2,)
-    with pytest.raises(RuntimeError, match=r"^CUDA driver: 2$"):
-        mapping.mapped(70, "cuda")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-@pytest.mark.parametrize("count", [1, 4095, 4096, 4097])
-def test_memory_of_the_host_ends_at_a_page(count):
-    memory = mapping.mapped(count, "cpu")
-    assert (memory.shape, memory.dtype, memory.device.type) == ((count,), torch.uint8, "cpu")
-    assert (memory.data_ptr() + count) % mapping.mmap.PAGESIZE == 0
-    memory.fill_(7)
 
 
 def test_sizes_that_are_captured_end_at_the_largest():

@@ -352,10 +352,10 @@ def test_list_ends_with_what_this_machine_skips_and_why(root, incident, capsys):
     ("place", "command", "result", "handed"),
     [
         (
-            "staleproof.contract.cases.audit",
-            ["audit", "typing", "--device", "cpu", "--limit", "7", "--only", "of it"],
+            "staleproof.contract.runner.audit",
+            ["audit", "typing", "--device", "cpu", "--limit", "7", "--scripts", "folder"],
             [],
-            [["typing"], "cpu", 7.0, "of it"],
+            [["typing"], "cpu", 7.0, Path("folder")],
         ),
         (
             "staleproof.vllm.watch_client.follow",

@@ -30,35 +30,35 @@ from staleproof.vllm import sources
         (["run", "--json", "."], "--json: .: cannot be written: it is a folder"),
         (["record", "--out", "{root}/a_file"], "--out: {root}/a_file/"),
         (["compare", "here", "there"], "first: here: neither a run folder nor a recorded machine"),
-        (["compare", "a.jsonl", "b.jsonl"], "first or second: a.jsonl: cannot be read: No such file"),
-        (
-            ["compare", "here", "b.jsonl"],
-            "second: expected two runs or two audits (.jsonl), got here and b.j",
-        ),
-        (
-            ["compare", "{root}/empty.jsonl", "{root}/empty.jsonl"],
-            "empty.jsonl: expected an audit, got an empty",
-        ),
         (["audit", "{root}/nope.py"], "modules: {root}/nope.py: expected a Python file or a module"),
         (["audit", "typing", "no_such.module"], "modules: no_such.module: expected a Python file"),
         (["audit", "typing.txt"], "modules: typing.txt: expected a Python file or a module"),
         (["audit", "{root}/a_file"], "modules: {root}/a_file: expected a Python file or a module"),
         (["audit", "./nope"], "modules: ./nope: expected a Python file or a module"),
-        (["audit", "--again"], "again: needs --onto"),
+        (["audit"], "staleproof audit: Missing argument 'modules'"),
+        (["audit", "typing", "--onto", "x.jsonl"], "No such option: --onto"),
         (
-            ["audit", "--json", "{root}/a.svg", "--picture", "{root}/a.svg"],
+            ["audit", "typing", "--json", "{root}/a.svg", "--picture", "{root}/a.svg"],
             "--picture: expected another file than --json",
         ),
-        (["audit", "--device", "tpu", "--json", "{root}/new/x.jsonl"], "device: expected cpu, cuda or auto"),
-        (["audit", "--json", "{root}"], "--json: {root}: cannot be written: it is a folder"),
-        (["audit", "--scripts", "{root}/a_file"], "--scripts: expected a folder, got the file {root}/a_file"),
+        (["audit", "typing", "--device", "tpu"], "device: expected cpu, cuda or auto"),
+        (["audit", "typing", "--json", "{root}"], "--json: {root}: cannot be written: it is a folder"),
         (
-            ["audit", "--scripts", "{root}/a_file/s"],
+            ["audit", "typing", "--scripts", "{root}/a_file"],
+            "--scripts: expected a folder, got the file {root}",
+        ),
+        (
+            ["audit", "typing", "--scripts", "{root}/a_file/s"],
             "--scripts: {root}/a_file/s/script.py: cannot be written",
         ),
-        (["audit", "--picture", "{root}/a_file/p.svg"], "--picture: {root}/a_file/p.svg: cannot be written"),
-        (["audit", "--picture", "p.png"], "--picture: expected a file that ends in .svg, got p.png"),
-        (["audit", "--onto", "{root}/nope.jsonl"], "--onto: {root}/nope.jsonl: cannot be read: No such file"),
+        (
+            ["audit", "typing", "--picture", "{root}/a_file/p.svg"],
+            "--picture: {root}/a_file/p.svg: cannot be",
+        ),
+        (
+            ["audit", "typing", "--picture", "p.png"],
+            "--picture: expected a file that ends in .svg, got p.png",
+        ),
         (["report", "--device", "tpu"], "report: --device needs --execute"),
         (
             ["watch", "localhost:1"],
@@ -101,7 +101,6 @@ def test_bad_input_is_one_line_and_2(root, incident, capsys, monkeypatch, argume
         sources, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
     )
     (root / "a_file").write_text("in the way")
-    (root / "empty.jsonl").write_text("")
     assert cli.main([a.format(root=root) for a in arguments]) == 2
     captured = capsys.readouterr()
     assert said.format(root=root) in one_line(captured.err)

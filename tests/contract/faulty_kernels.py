@@ -7,7 +7,6 @@ stands what it breaks (:data:`EXPECTED`), for some also how the note begins (:da
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import torch
@@ -18,8 +17,6 @@ device.select("cpu" if not torch.cuda.is_available() else None)
 
 import triton
 import triton.language as tl
-
-from staleproof.contract.row_probes import expert_sum
 
 # Subject -> the clauses it breaks. Every other clause that is put to it must hold.
 EXPECTED: dict[str, set[str]] = {}
@@ -208,53 +205,6 @@ def route(router_logits, top_k, bias=None, is_padding=None):
     return weights, ids
 
 
-def write(key, value, k_cache, v_cache, slot_mapping):
-    live = slot_mapping >= 0
-    for cache, part in ((k_cache, key), (v_cache, value)):
-        cache.view(-1, *part.shape[1:])[slot_mapping[live]] = part[live]
-
-
-def write_minus_one(key, value, k_cache, v_cache, slot_mapping):
-    for cache, part in ((k_cache, key), (v_cache, value)):
-        cache.view(-1, *part.shape[1:])[slot_mapping] = part
-
-
-def update(x, state, weight, state_indices, pad_index, *, skip=True):
-    live = (state_indices != pad_index) if skip else torch.ones_like(state_indices, dtype=torch.bool)
-    index = state_indices[live].long()
-    window = torch.cat([state[index], x[live, :, None]], -1)
-    state[index] = window[..., 1:]
-    out = torch.zeros_like(x)
-    out[live] = (window * weight).sum(-1)
-    return out
-
-
-def merge(out_a, lse_a, out_b, lse_b):
-    top = torch.maximum(lse_a, lse_b)
-    shift = torch.where(top == -math.inf, 0.0, top)
-    a, b = (lse_a - shift).exp(), (lse_b - shift).exp()
-    total = torch.where(a + b == 0, 1.0, a + b)
-    parts = [torch.where(w[..., None] > 0, w[..., None] * o, 0.0) for w, o in ((a, out_a), (b, out_b))]
-    return (parts[0] + parts[1]) / total[..., None], (a + b).log() + shift
-
-
-def experts(x, w1, w2, topk_weights, topk_ids):
-    return expert_sum({"x": x, "w1": w1, "w2": w2, "topk_weights": topk_weights, "topk_ids": topk_ids})
-
-
-def ragged(x, starts):
-    out = torch.zeros_like(x)
-    for start, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
-        out[start:end] = x[start:end].cumsum(0)
-    return out
-
-
-def ragged_unwritten(x, starts):
-    out = torch.empty_like(x)
-    out[: int(starts[-1])] = ragged(x, starts)[: int(starts[-1])]
-    return out
-
-
 def double(x):
     return 2 * x
 
@@ -270,11 +220,6 @@ def _made(device):
 
 for _kind, _kernel, _sizes in (
     (audit.routing, route, {}),
-    (audit.kv_write, write, {}),
-    (audit.state, update, {}),
-    (audit.merge, merge, {}),
-    (audit.experts, experts, {}),
-    (audit.ragged, ragged, {"reference": ragged}),
     (audit.rows, double, {"reference": double}),
     (audit.operands, scaled, {"make": _made, "reference": lambda x, scale: (2 * x,)}),
 ):

@@ -16,10 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from staleproof.cases.words import NOT_RUN
+from staleproof.audit import ARGUMENTS
 from staleproof.contract import attention_probes, row_probes, scenes
-from staleproof.contract.contract import BREAKS, HOLDS
-from staleproof.kernels.subject import ARGUMENTS
+from staleproof.contract.contract import BREAKS, HOLDS, NOT_RUN
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -35,26 +34,31 @@ def cpu(monkeypatch):
 
 
 def said(kind: str, clause: str, kernel, sizes=None):
-    """Verdict, note and case."""
+    """Verdict and note."""
     if kind == "attention":
         own = {name: sizes[name] for name in scenes.LAUNCH if name in (sizes or {})}
         kernel = attention_probes.Kernel(kernel, **own)
         answer = attention_probes.PROBES[clause](kernel, scenes.attention_shape(sizes or {}), "cpu")
     else:
         answer = row_probes.PROBES[kind][clause](kernel, sizes or {}, "cpu")
-    return answer.verdict, answer.note, tuple(answer.numbers.get("case", ()))
+    return answer.verdict, answer.note
 
 
 def holding(note: str = ""):
-    return HOLDS, note, ()
+    return HOLDS, note
 
 
 def unasked(note: str):
-    return NOT_RUN, note, ()
+    return NOT_RUN, note
 
 
-def broken(note: str, *case: str):
-    return BREAKS, note, case
+def broken(note: str):
+    return BREAKS, note
+
+
+def agree(found, answer):
+    """The verdict is the same, and the note says this."""
+    return found[0] == answer[0] and answer[1] in found[1]
 
 
 # --- What a kernel is called with
@@ -76,26 +80,9 @@ CALLED = {
         }),
     "routing": ({"experts": 8, "top_k": 2}, {"router_logits": (6, 8), "top_k": 2, "bias": (8,)}),
     "rows": ({"hidden": 24, "dtype": "float16"}, {"x": (6, 24)}),
-    "ragged": ({"hidden": 24, "dtype": "float16"}, {"x": (6, 24), "starts": [0, 3, 4, 6]}),
-    "kv_write": ({"kv_heads": 3, "head_dim": 8}, {
-        "key": (5, 3, 8), "value": (5, 3, 8), "k_cache": (4, 16, 3, 8), "v_cache": (4, 16, 3, 8),
-        "slot_mapping": [17, 35, 40, 20, 63],
-    }),
-    "state": ({"dim": 8, "width": 3, "pad_index": 0}, {
-        "x": (5, 8), "state": (6, 8, 2), "weight": (8, 3), "state_indices": [2, 4, 1, 5, 3], "pad_index": 0,
-    }),
-    "merge": ({"head_dim": 8}, {"out_a": (4, 2, 8), "out_b": (4, 2, 8), "lse_a": (4, 2), "lse_b": (4, 2)}),
-    "experts": ({"experts": 8, "hidden": 8, "inner": 4, "top_k": 3}, {
-        "x": (5, 8), "w1": (8, 8, 8), "w2": (8, 8, 4), "topk_weights": (5, 3),
-        "topk_ids": [[0, 1, 4], [2, 3, 5], [1, 2, 6], [3, 0, 7], [0, 2, 4]],
-    }),
     # The usual sizes.
     "routing, usual": ({}, {"router_logits": (6, 16), "top_k": 4}),
     "rows, usual": ({}, {"x": (6, 64)}),
-    "kv_write, usual": ({}, {"key": (5, 2, 32), "v_cache": (4, 16, 2, 32)}),
-    "state, usual": ({}, {"x": (5, 32), "weight": (32, 4), "pad_index": -1}),
-    "merge, usual": ({}, {"out_a": (4, 2, 32)}),
-    "experts, usual": ({}, {"w1": (4, 32, 32), "topk_weights": (5, 2)}),
 }  # fmt: skip
 
 
@@ -128,11 +115,9 @@ def test_a_kernel_is_called_with_the_documented_arguments_of_the_given_sizes(kin
         assert {name: _shown(value) for name, value in known.items()} == wanted
         tensors = [value for value in known.values() if isinstance(value, torch.Tensor)]
         dtype = getattr(torch, sizes.get("dtype", "float32"))
-        wide = {"slot_mapping": torch.int64, "topk_ids": torch.int64}
         for name, x in known.items():
             if isinstance(x, torch.Tensor):
-                integer = wide.get(name, torch.int32)
-                assert x.dtype == (dtype if x.is_floating_point() else integer), name
+                assert x.dtype == (dtype if x.is_floating_point() else torch.int32), name
         # Two operands with the same content would hide that a kernel takes one for the other.
         random = [x for x in tensors if x.is_floating_point() and x.any() and x.isfinite().all()]
         alike = [(a, b) for i, a in enumerate(random) for b in random[:i] if a.shape == b.shape]
@@ -145,10 +130,10 @@ def test_what_a_kernel_is_called_with_lies_on_the_device(kind):
     assert {x.device.type for x in known.values() if isinstance(x, torch.Tensor)} == {"meta"}
 
 
-@pytest.mark.parametrize("layout", ["paged", "mla", "gathered"])
+@pytest.mark.parametrize("layout", ["paged", "mla"])
 def test_an_attention_call_lies_on_the_device(layout):
     call = scenes.make_call(scenes.attention_shape({"layout": layout}), [19, 0, 5], "meta", spare_rows=2)
-    tensors = [*vars(call).values(), *call.guards, *call._gathered().values()]
+    tensors = [*vars(call).values(), *call.guards]
     assert {x.device.type for x in tensors if isinstance(x, torch.Tensor)} == {"meta"}
     assert call.q.dtype == torch.bfloat16
     assert (call.lse.dtype, call.lse.shape) == (torch.float32, (5, 2))
@@ -159,7 +144,7 @@ def test_the_tensors_of_a_call_have_the_query_tokens_of_its_requests():
     assert [given[name].shape[:2] for name in ("q", "out", "lse")] == [(2, 2)] * 3
     given = scenes.make_call(scenes.Shape(q_len=0), [9, 8], "cpu", q_lens=[1, 3]).arguments()
     assert (given["max_q_len"], given["q"].shape[0]) == (3, 4)
-    with pytest.raises(ValueError, match="layout: expected paged, mla or gathered, got pages"):
+    with pytest.raises(ValueError, match="layout: expected paged or mla, got pages"):
         scenes.Shape("pages")
 
 
@@ -272,12 +257,6 @@ def next_page(call):
     """NaN where the entry behind a last page that is full is followed, one too far."""
     page = call.table.gather(1, (call.lens // call.k.shape[1])[:, None].long())
     return torch.where((page < 0).any(), NAN, 0.0)
-
-
-def gathered(q, k, v, mask, softmax_scale):
-    scores = (q @ k.transpose(2, 3) * softmax_scale).masked_fill(~mask, -INF)
-    weights = scores.softmax(-1).nan_to_num()
-    return weights @ v.masked_fill(~mask.transpose(2, 3), 0.0)
 
 
 def latent(q, kv_cache, kv_lora_rank, block_table, seq_lens, softmax_scale, *, change=lambda call: 0.0):
@@ -527,34 +506,34 @@ def loud(call):
 
 
 right = attend(lambda out, lse, call: (out, lse))
-EMPTY = "row of an empty request: "
+EMPTY = "of an empty request (seq_lens ["
 AFTER = "replayed with seq_lens [19, 0, 0, 0]: "
 NOT_ZERO = "the row of an empty request is not 0, as it is for a new tensor of lengths"
-AGAIN = "launched again, not captured"
+AGAIN = "launched again"
 TAIL = "of the last page's tail"
 ATTENTION = [
-    ("0", lambda q: None, {}, broken("returns NoneType, expected a tensor or a pair of them", "clean")),
-    ("0", lambda q: q[:, :1], {}, broken("returns shape (3, 1, 32), expected (3, 2, 32)", "clean")),
+    ("0", lambda q: None, {}, broken("returns NoneType, expected a tensor or a pair of them")),
+    ("0", lambda q: q[:, :1], {}, broken("returns shape (3, 1, 32), expected (3, 2, 32)")),
     ("0", attend(lambda out, lse, call: (out, lse[:, :1])), {},
-     broken("returns lse of shape (3, 1), expected (3, 2)", "clean")),
+     broken("returns lse of shape (3, 1), expected (3, 2)")),
     ("0", attend(lambda out, lse, call: (out, lse.repeat(1, 2))), {},
-     broken("returns lse of shape (3, 4), expected (3, 2)", "clean")),
+     broken("returns lse of shape (3, 4), expected (3, 2)")),
     ("0", attend(lambda out, lse, call: out[:, None]), {}, holding()),
     ("0", then(several_of, lambda found, call: found[0][None]), {"q_len": 0},
-     broken("returns shape (1, 3, 2, 32), expected (3, 2, 32)", "clean")),
+     broken("returns shape (1, 3, 2, 32), expected (3, 2, 32)")),
     ("0", attend(lambda out, lse, call: (out, lse.flatten(), "more")), {}, holding()),
     ("0", attend(lambda out, lse, call: [out, one_off(lse, 1, 1, by=0.003)]), {},
-     broken("lse of row 1 is 2.48, expected 2.477", "clean")),
-    ("0", attend(lambda out, lse, call: one_off(out, 1, 1, 5)), {}, broken("row 1 is off by 2", "clean")),
+     broken("lse of row 1 is 2.48, expected 2.477")),
+    ("0", attend(lambda out, lse, call: one_off(out, 1, 1, 5)), {}, broken("row 1 is off by 2")),
     # What rounding costs.
     *(("0", attend(lambda out, lse, call, by=by, off=off: (out * by, lse - off)), {"dtype": dtype}, holding())
       for dtype, by, off in (("bfloat16", 1 + 2**-8, 0.02), ("float32", 1 + 4e-5, 1e-4))),
-    *(("0", attend(lambda out, lse, call, by=by: out * by), {"dtype": dtype}, broken(said, "clean"))
+    *(("0", attend(lambda out, lse, call, by=by: out * by), {"dtype": dtype}, broken(said))
       for dtype, by, said in (
           ("bfloat16", 1.01, "row 0 is off by 0.00928"), ("float32", 1.001, "row 0 is off by 0.000889"),
       )),
     # What shows in no small batch of few tokens, and what is written to the arguments for results.
-    *(("0", instead(made.decode, **change), sizes, broken(f"row {said}", *case))
+    *(("0", instead(made.decode, **change), sizes, broken(f"row {said}"))
       for change, sizes, said, *case in (
           ({"softmax_scale": own_scale}, {}, "1 is off by 0.875; requests: 33, tokens: up to 33"),
           ({"block_table": page_behind_page}, {}, "0 is off by 0.228", "clean"),
@@ -574,44 +553,43 @@ ATTENTION = [
         lambda out, lse, call: (out, lse / (lse < 80)),
     )),
     ("0", results(put(0), put(1)), {}, holding()),
-    ("0", results(put(0)), {}, broken("lse of row 0 is nan, expected 2.991", "clean")),
-    ("0", results(put(0), put(1, 1.5)), {}, broken("lse of row 0 is 4.487, expected 2.991", "clean")),
+    ("0", results(put(0)), {}, broken("lse of row 0 is nan, expected 2.991")),
+    ("0", results(put(0), put(1, 1.5)), {}, broken("lse of row 0 is 4.487, expected 2.991")),
     *(("0", results(*more, lambda right, memory: right), {},
-       broken(f"its argument {name} does not hold what it returns", "clean"))
+       broken(f"its argument {name} does not hold what it returns"))
       for name, more in (("out", [put(0, ONE_ROW), put(1)]), ("lse", [put(0)]))),
-    *(("0", writes(name), {}, broken("writes to its inputs", "clean")) for name in ("q", "k", "v", "table")),
+    *(("0", writes(name), {}, broken("writes to its inputs")) for name in ("q", "k", "v", "table")),
     ("0", attend(lambda out, lse, call: (out, lse, call.k._base[0].add_(1.0))[:2]), {},
-     broken("writes to its inputs", "clean")),
+     broken("writes to its inputs")),
     # The reference would be that of other lengths.
     ("0", instead(made.decode, seq_lens=lambda call: call.seq_lens.clamp_(max=16)), {},
-     broken("writes to its inputs", "clean")),
+     broken("writes to its inputs")),
     ("0", then(several_of, lambda found, call: (*found, call.query_start_loc[-1:].add_(1))[:2]), {"q_len": 0},
-     broken("writes to its inputs", "clean")),
-    *(("0", outside(row), {}, broken("writes outside out", "clean")) for row in (0, -1)),
+     broken("writes to its inputs")),
+    *(("0", outside(row), {}, broken("writes outside out")) for row in (0, -1)),
     ("0", made.right, {"heads": 4, "head_dim": 8, "page_size": 8}, holding()),
-    ("0", gathered, {"layout": "gathered", "heads": 4, "kv_heads": 2}, holding()),
     ("0", latent, {"layout": "mla", "head_dim": 24, "value_dim": 16}, holding()),
     ("E", attend(lambda out, lse, call: out), {}, holding("no lse asked for")),
-    ("E", right, {"empty_lse": 0.0}, broken("lse of an empty request is -inf", "empty lse")),
+    ("E", right, {"empty_lse": 0.0}, broken("lse is -inf, expected 0")),
     ("E", attend(lambda out, lse, call: (out, torch.where(LAST & (call.lens == 0)[:, None], 7.0, lse))), {},
-     broken("lse of an empty request is 7", "empty lse")),
+     broken("lse is 7, expected -inf")),
     ("E", attend(lambda out, lse, call: (out, lse.nan_to_num(neginf=0.0))), {"empty_lse": 0.0}, holding()),
     ("E", attend(lambda out, lse, call: out.index_put(
         (torch.tensor(1), torch.tensor(0), torch.tensor(3)), (call.lens[1] == 0) * 5.0, accumulate=True)), {},
-     broken(EMPTY + "5, expected 0", "empty")),
+     broken("): 5, expected 0")),
     ("E", attend(lambda out, lse, call: out.masked_fill((call.lens == 0)[:, None, None], NAN)), {},
-     broken(EMPTY + "NaN is written", "empty")),
+     broken("NaN is written")),
     ("E", attend(lambda out, lse, call: out + (~call.lens.all() & call.lens.any())), {},
-     broken("beside an empty request row 0 is off by 1", "empty")),
+     broken("between live ones, seq_lens [20, 0, 6, 0]: row 0 is off by 1")),
     # 0 times what the memory held, and that without NaN.
     *(("E", attend(lambda out, lse, call, of=of: out + torch.where(
         (call.lens == 0)[:, None, None], of(torch.empty_like(out)), 0.0)), {},
-       broken(EMPTY + "not written: it keeps what the memory held", "empty"))
+       broken("not written: it keeps what the memory held"))
       for of in (lambda memory: 0 * memory, lambda memory: memory.nan_to_num(0.0))),
     # Where no request is live.
     ("E", attend(lambda out, lse, call: out + ~call.lens.any()), {},
-     broken(EMPTY + "1, expected 0", "empty")),
-    *(("T", plus(of), {}, broken(f"NaN in {place} gives NaN", "tail", "NaN", place, "out"))
+     broken("1, expected 0")),
+    *(("T", plus(of), {}, broken(f"NaN in {place} gives NaN"))
       for of, place in (
           (lambda call: tail(call.k, call), "K " + TAIL),
           (lambda call: tail(call.v, call), "V " + TAIL),
@@ -623,23 +601,20 @@ ATTENTION = [
           (lambda call: call.v._base[1].sum(), "pages past the end"),
       )),
     ("T", attend(lambda out, lse, call: (out, lse + (tail(call.k, call) > 1e6)[:, None])), {},
-     broken(f"finite garbage in K {TAIL} gives other bits in lse", "tail", "finite garbage", "K " + TAIL,
-            "lse")),
+     broken(f"finite garbage in K {TAIL} gives other bits in lse")),
     ("T", attend(lambda out, lse, call: (out, lse + 0 * call.k[-1].sum() + 0 * call.v[0].sum())), {},
-     broken("NaN in the null page gives NaN in lse; NaN in pages past the end gives NaN in lse",
-            "tail", "NaN", "the null page", "lse")),
+     broken("NaN in the null page gives NaN in lse; NaN in pages past the end gives NaN in lse")),
     ("T", partial(latent, change=lambda call: 0 * tail(call.k, call)[:, None, None]), {"layout": "mla"},
-     broken("NaN in the last page's tail gives NaN", "tail", "NaN", "the last page's tail", "out")),
-    ("B", gathered, {"layout": "gathered"}, unasked("takes no block table")),
+     broken("NaN in the last page's tail gives NaN")),
     *(("B", entry(page), {},
-       broken(f"follows the entry {page} past the last page", "table", str(page), "out"))
+       broken(f"follows the entry {page} past the last page"))
       for page in (-1, 6, 2**24)),
-    ("B", plus(next_page), {}, broken("follows the entry -1 past the last page", "table", "-1", "out")),
+    ("B", plus(next_page), {}, broken("follows the entry -1 past the last page")),
     ("B", plus(zero_times_the_values_past_the_end), {},
-     broken("follows the entry 6 past the last page", "table", "6", "out")),
+     broken("follows the entry 6 past the last page")),
     ("B", attend(lambda out, lse, call: (out, lse + 0 * made._past_the_need(call.k, call.table, call.lens))),
-     {}, broken("follows the entry -1 past the last page into lse", "table", "-1", "lse")),
-    *(("R", plus(of), {}, broken(f"{fill} in another row changes row {row}", "rows", fill))
+     {}, broken("follows the entry -1 past the last page into lse")),
+    *(("R", plus(of), {}, broken(f"{fill} in another row changes row {row}"))
       for of, fill, row in (
           (lambda call: call.q[[1, 1, 2, 3]].sum((1, 2)), "nan", 0),
           (lambda call: call.q[[0, 1, 0, 3]].sum((1, 2)), "nan", 2),
@@ -650,19 +625,18 @@ ATTENTION = [
           (loud, "noise", 0),
       )),
     ("R", attend(lambda out, lse, call: (out.nan_to_num(), lse)), {},
-     broken("the NaN of request 2 is hidden: its own row holds numbers")),
+     broken("the NaN of request 2 is hidden, its own row holds numbers")),
     ("R", attend(lambda out, lse, call: (torch.cat([out[:1].nan_to_num(), out[1:]]), lse)), {},
-     broken("the NaN of request 0 is hidden: its own row holds numbers")),
+     broken("the NaN of request 0 is hidden, its own row holds numbers")),
     ("R", attend(lambda out, lse, call: (out, lse + 0 * call.q.mean())), {},
-     broken("nan in another row changes row 0 of lse", "rows", "nan")),
-    ("N", gathered, {"layout": "gathered"}, unasked("takes no seq_lens: the mask is an input")),
-    *(("N", kept_mask(key), {}, broken(AFTER + NOT_ZERO, "replay")) for key in ("seq_lens", "out", "lse")),
-    ("N", attend(kept_lse), {}, broken(AFTER + "lse of an empty request is 7", "replay")),
+     broken("nan in another row changes row 0 of lse")),
+    *(("N", kept_mask(key), {}, broken(AFTER + NOT_ZERO)) for key in ("seq_lens", "out", "lse")),
+    ("N", attend(kept_lse), {}, broken(AFTER + "lse of an empty request is 7")),
     *(("N", attend(partial(empty_for_good, rows=torch.tensor(rows))), {},
-       broken(f"replayed with seq_lens [19, 5, 16, 9]: row {row} is off by {off}", "replay"))
+       broken(f"replayed with seq_lens [19, 5, 16, 9]: row {row} is off by {off}"))
       for rows, row, off in (([1, 1, 1, 1], 1, 1.6), ([1, 0, 0, 0], 0, 0.795))),
     *(("N", instead(kernel, **{name: at_first(name)}), sizes,
-       broken(f"{AFTER}row 0 is off by {off}", "replay"))
+       broken(f"{AFTER}row 0 is off by {off}"))
       for kernel, name, sizes, off in (
           (made.decode, "q", {}, 0.763), (made.decode, "block_table", {}, 1.15),
           (made.decode, "k_cache", {}, 0.817), (made.decode, "v_cache", {}, 1.61),
@@ -673,67 +647,68 @@ ATTENTION = [
      holding(AGAIN)),
     ("N", attend(lambda out, lse, call: (out, lse.nan_to_num(neginf=7.0))), {},
      holding(AGAIN)),
-    ("N", launch_with_lengths, {"prepared": True}, broken(AFTER + NOT_ZERO, "replay")),
+    ("N", launch_with_lengths, {"prepared": True}, broken(AFTER + NOT_ZERO)),
     ("N", launch_with_lengths, {"planned": True}, holding(AGAIN)),
     ("N", launch_with_its_table, {"prepared": True}, holding(AGAIN)),
     ("N", instead(launch_with_its_table, block_table=at_first("block_table")), {"planned": True},
-     broken(f"{AFTER}row 0 is off by 1.15", "replay")),
+     broken(f"{AFTER}row 0 is off by 1.15")),
     ("U", right, {"q_len": 2}, unasked("takes one row a request, not cu_seqlens")),
     ("U", varlen(spare(0.0)), {"q_len": 0}, holding()),
     ("U", varlen(lambda rows, live, q: torch.cat([rows[:live], 0 * rows[live:]])), {"q_len": 0},
-     broken("rows past the end hold what the memory held", "spare", "nan")),
+     broken("rows past the end hold what the memory held")),
     ("U", varlen(lambda rows, live, q: spare(7.0)(spare(0.0)(rows, live, q), live + 1, q)), {"q_len": 0},
-     broken("rows past the end hold what the memory held", "spare", "nan")),
+     broken("rows past the end hold what the memory held")),
     ("U", varlen(lambda rows, live, q: rows.nan_to_num(0.0)), {"q_len": 0},
-     broken("rows past the end hold what the memory held", "spare", "nan")),
-    *(("U", kernel, {"q_len": 0}, broken("writes rows of out past the end", "spare", "nan"))
+     broken("rows past the end hold what the memory held")),
+    *(("U", kernel, {"q_len": 0}, broken("writes rows of out past the end"))
       for kernel in (made.varlen_nan, then(made.varlen, lambda out, call: out.nan_to_num_(0.0)))),
     *(("U", varlen(lambda rows, live, q, of=of: spare(0.0)(rows + 0 * of(q[live:]), live, q)), {"q_len": 0},
-       broken(f"{fill} in q past the end changes a live row", "spare", fill))
+       broken(f"{fill} in q past the end changes a live row"))
       for of, fill in (
           (lambda more: more.sum(), "nan"),
           (lambda more: more.nan_to_num(0.0, INF, -INF).sum(), "inf"),
           (lambda more: more.nan_to_num(0.0, 0.0, 0.0).mul(2).sum(), "largest"),
       )),
     ("U", varlen(lambda rows, live, q: (spare(0.0)(rows, live, q), 0 * q[..., 0] + q[live:].sum())),
-     {"q_len": 0}, broken("nan in q past the end changes a live row", "spare", "nan")),
+     {"q_len": 0}, broken("nan in q past the end changes a live row")),
     ("Q", right, {}, unasked("takes one query token a request")),
     ("Q", several(), {"q_len": 2}, holding()),
     ("Q", several_of, {"q_len": 0}, holding()),
     ("Q", several_into, {"q_len": 2}, holding()),
     ("Q", instead(several_of, query_start_loc=evenly), {"q_len": 0},
-     broken("row 0 is off by 0.229", "clean")),
-    ("Q", several(lambda out, lens, call: out + 1), {"q_len": 2}, broken("row 0 is off by 1", "clean")),
+     broken("row 0 is off by 0.229")),
+    ("Q", several(lambda out, lens, call: out + 1), {"q_len": 2}, broken("row 0 is off by 1")),
     ("Q", several(lambda out, lens, call: out + (lens == 0)[:, None, None, None]), {"q_len": 2},
-     broken(f"E with 2 query tokens: {EMPTY}1, expected 0", "empty")),
+     broken(f"E with 2 query tokens: row 2, {EMPTY}")),
     ("Q", several(lambda out, lens, call: out + 0 * tail(call.v, call)[:, None, None, None]), {"q_len": 2},
-     broken(f"T with 2 query tokens: NaN in V {TAIL} gives NaN", "tail", "NaN", "V " + TAIL, "out")),
+     broken(f"T with 2 query tokens: NaN in V {TAIL} gives NaN")),
     # What one query token shows as well is E's.
     ("Q", several(lambda out, lens, call: out + (lens == 0)[:, None, None, None], alone=True), {"q_len": 2},
      holding()),
     *((clause, attend(lambda out, lse, call: out), {}, holding(note)) for clause, note in (
         ("0", ""), ("T", ""), ("B", ""), ("R", ""), ("N", AGAIN), ("L", ""), ("A", AGAIN), ("O", ""),
     )),
-    *(("L", plus(last_of_its_shape(name)), {}, broken("a launch full of NaN changes the next one", "trace"))
+    *(("L", plus(last_of_its_shape(name)), {}, broken("a launch full of NaN changes the next one"))
       for name in "qkv"),
     ("A", instead(made.decode, q=at_first("q", shape_of)), {},
-     broken("new tensors of the same shape: row 0 is off by 0.763", "address")),
+     broken("new tensors of the same shape: row 0 is off by 0.763")),
     ("A", one_memory(attend(lambda out, lse, call: out)), {},
-     broken("the next call overwrites the result of this one", "address")),
+     broken("the next call overwrites the result of this one")),
     ("A", launch_with_the_latest_lengths, {"prepared": True},
-     broken("a launch recorded before a larger call gives other bits after it", "address")),
+     broken("a launch recorded before a larger call gives other bits after it")),
     ("A", launch_into_the_latest, {"prepared": True},
-     broken("a launch recorded before a larger call gives other bits after it", "address")),
-    *(("O", reads_behind(name), {}, broken(f"0xff behind {said} changes the result", "behind", "0xff", said))
+     broken("a launch recorded before a larger call gives other bits after it")),
+    *(("O", reads_behind(name), {}, broken(f"0xff behind {said} changes the result"))
       for name, said in (("q", "q"), ("k", "k_cache"), ("v", "v_cache"))),
     ("O", then(reads_behind("q"), lambda found, call: (0 * call.q, found[1] + found[0][..., 0])), {},
-     broken("0xff behind q changes the result", "behind", "0xff", "q")),
+     broken("0xff behind q changes the result")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("clause", "kernel", "sizes", "answer"), ATTENTION)
 def test_a_probe_of_attention_says_what_is_wrong(clause, kernel, sizes, answer):
-    assert said("attention", clause, kernel, sizes) == answer
+    found = said("attention", clause, kernel, sizes)
+    assert agree(found, answer), found
 
 
 # --- The other kinds
@@ -858,97 +833,6 @@ def from_row(row: int, to: int):
     return kernel
 
 
-def write(change):
-    return then(made.write, lambda _, call: change(call.k_cache, call.v_cache, call.slot_mapping))
-
-
-def write_all_but(where):
-    """Leaves out slots for which this is true."""
-    return instead(
-        made.write, slot_mapping=lambda call: call.slot_mapping.masked_fill(where(call.slot_mapping), -1)
-    )
-
-
-def keeps_its_padding():
-    """Leaves out at each call the tokens that were padding at the first."""
-    live = []
-
-    def kernel(key, value, k_cache, v_cache, slot_mapping):
-        live.append(slot_mapping != -1)
-        made.write_minus_one(key[live[0]], value[live[0]], k_cache, v_cache, slot_mapping[live[0]])
-
-    return kernel
-
-
-def update(change=lambda out, state: (out, state)):
-    def kernel(x, state, weight, state_indices, pad_index):
-        out, moved = change(made.update(x, state, weight, state_indices, pad_index), state.clone())
-        state.copy_(moved)
-        return out
-
-    return kernel
-
-
-def writes_around_the_states(at: int):
-    """A kernel that takes the index of padding for that of a row before the states, or behind them."""
-
-    def kernel(x, state, weight, state_indices, pad_index):
-        state._base[at] = 1.0
-        return made.update(x, state, weight, state_indices, pad_index)
-
-    return kernel
-
-
-def merged(change):
-    return lambda out_a, lse_a, out_b, lse_b: change(*made.merge(out_a, lse_a, out_b, lse_b))
-
-
-def off_if_empty(where):
-    """Adds 1 where parts without keys are in this place."""
-    return then(made.merge, lambda found, call: (
-        found[0] + where(call.lse_a == -INF, call.lse_b == -INF)[..., None], found[1],
-    ))  # fmt: skip
-
-
-def refuses(kind, text="an id out of range"):
-    def kernel(x, w1, w2, topk_weights, topk_ids):
-        if ((topk_ids < 0) | (topk_ids >= len(w1))).any():
-            raise kind(text)
-        return made.experts(x, w1, w2, topk_weights, topk_ids)
-
-    return kernel
-
-
-def first_expert_once(call):
-    """Weights with which expert 0 counts once for a token, and the others as often as they come."""
-    return call.topk_weights.masked_fill((call.topk_ids == 0).cumsum(1) > 1, 0.0)
-
-
-def experts_at(expert: int, row: int):
-    """Adds 1 to a row where some token has this id."""
-    return then(made.experts, lambda out, call: one_off(out, row, by=(call.topk_ids == expert).any()))
-
-
-def ragged(change=nothing):
-    def kernel(x, starts):
-        out = made.ragged(x, starts)
-        change(out, x, starts)
-        return out
-
-    return kernel
-
-
-def on_starts(*given: int):
-    """Adds 1 where the starts are these, and in a tensor that it has seen before."""
-    seen = []
-
-    def change(out, x, starts):
-        out += tuple(starts.tolist()) == given and any(starts is one for one in seen)
-        seen.append(starts)
-
-    return change
-
-
 def _scaled(device):
     return {"x": torch.arange(1.0, 13.0).view(3, 4), "scale": torch.tensor([2.0])}
 
@@ -998,42 +882,42 @@ OTHERS = [
     ("routing", "0", route(lambda w, ids, _: (3 * w / w.sum(1, keepdim=True), ids)), {},
      unasked(f"{UNCHECKED} for weights: weights are 3 times those of sigmoid, renormalised")),
     ("routing", "0", route(lambda w, ids, _: (w[:, :2], ids)), {},
-     broken(f"shapes (6, 2), {SIX}, expected {SIX}", "clean")),
+     broken(f"shapes (6, 2), {SIX}, expected {SIX}")),
     ("routing", "0", route(lambda w, ids, _: (w, ids[:, :2])), {},
-     broken(f"shapes {SIX}, (6, 2), expected {SIX}", "clean")),
+     broken(f"shapes {SIX}, (6, 2), expected {SIX}")),
     *(("routing", "0", route(lambda w, ids, _, id=id: (w, ids.index_fill(1, torch.tensor(3), id))), {},
-       broken(f"id {id} of 16 experts", "clean")) for id in (-1, 16)),
-    ("routing", "0", route(lambda w, ids, _: (w / 0, ids)), {}, broken("a weight is not finite", "clean")),
-    ("routing", "0", route(), {"grouped": True}, broken("not the experts with the best groups", "clean")),
+       broken(f"id {id} of 16 experts")) for id in (-1, 16)),
+    ("routing", "0", route(lambda w, ids, _: (w / 0, ids)), {}, broken("a weight is not finite")),
+    ("routing", "0", route(), {"grouped": True}, broken("not the experts with the best groups")),
     ("routing", "0", grouped(lambda groups: groups.amax(-1)), {"grouped": True}, holding()),
     *(("routing", "0", grouped(lambda groups: groups.topk(2, -1).values.sum(-1), of), {"grouped": True},
        holding()) for of in (torch.sigmoid, partial(torch.softmax, dim=-1))),
     ("routing", "0", grouped(lambda groups: groups.sum(-1)), {"grouped": True},
-     broken("not the experts with the best groups", "clean")),
+     broken("not the experts with the best groups")),
     ("routing", "0", route(lambda w, ids, _: (w.flip(1), ids)), {},
-     broken("the weights are not those of the ids beside them", "clean")),
+     broken("the weights are not those of the ids beside them")),
     ("routing", "0", route(lambda w, ids, _: (w - w.amin(), ids)), {},
-     broken("a weight is 0 for finite logits", "clean")),
+     broken("a weight is 0 for finite logits")),
     ("routing", "0", route(lambda w, ids, _: (w.round(decimals=1) / 1e4, ids)), {},
      unasked(f"{UNCHECKED} for weights: weights rise with their logits")),
     ("routing", "0", route(lambda w, ids, _: (w.flip(1), ids.flip(1))), {"reference": route()}, holding()),
     ("routing", "0", route(lambda w, ids, _: (w + 0.5, ids)), {"reference": route()},
-     broken("weights of row 0 is off by 0.5", "clean")),
+     broken("weights of row 0 is off by 0.5")),
     *(("routing", "0", route(lambda w, ids, x, rows=rows: (w, ids.index_fill(0, torch.arange(
         min(rows, len(ids)), len(ids)), 0) if rows else ids * (len(ids) > 1))), {},
-       broken(f"row {rows} has [0, 0, 0, 0]", "clean")) for rows in (0, 6, 36)),
+       broken(f"row {rows} has [0, 0, 0, 0]")) for rows in (0, 6, 36)),
     ("routing", "0", route(lambda w, ids, _: (w, ids[:, [0, 0, 1, 2]])), {},
-     broken("row 0 has [13, 13, 14, 4]", "clean")),
+     broken("row 0 has [13, 13, 14, 4]")),
     ("routing", "0", route(lambda w, ids, x: (w, ids.to(torch.uint32))), {}, holding()),
-    ("routing", "0", stale(route()), {}, broken("not the experts with the largest logits", "clean")),
+    ("routing", "0", stale(route()), {}, broken("not the experts with the largest logits")),
     ("routing", "0", route(lambda w, ids, x: (w, ids, x.zero_())[:2]), {},
-     broken("writes to router_logits", "clean")),
+     broken("writes to router_logits")),
     ("routing", "0", route(lambda w, ids, x: (w * 1.001, ids)), {},
      unasked(f"{UNCHECKED} for weights: weights are 1 times those of sigmoid")),
     ("routing", "0", route(of=lambda x: x), {}, unasked(f"{UNCHECKED} for weights: weights are the logits")),
     ("routing", "0", biased, {}, holding()),
     ("routing", "0", lambda router_logits, top_k, bias: route()(router_logits + bias, top_k), {}, holding()),
-    *(("routing", "0", kernel, {}, broken("an expert with a bias of 10 is not chosen", "clean"))
+    *(("routing", "0", kernel, {}, broken("an expert with a bias of 10 is not chosen"))
       for kernel in (
           partial(biased, by=0.0),
           lambda router_logits, top_k, bias: biased(
@@ -1042,33 +926,33 @@ OTHERS = [
     ("routing", "0", partial(biased, weigh=1.0), {},
      unasked(f"{UNCHECKED} for weights: with a bias they are of no known form")),
     ("routing", "0", route(), {"reference": route(lambda w, ids, x: (w, (-x).topk(4, -1).indices))},
-     broken("not the experts of the reference", "clean")),
+     broken("not the experts of the reference")),
     *(("routing", "I", stuck(where, row), {},
-       broken(f"{name}: row {row} has [0, 0, 0, 0]", "logits", name))
+       broken(f"{name}: row {row} has [0, 0, 0, 0]"))
       for row in (1, 4) for name, where in LOGITS.items()),
     *(("routing", "I", route(lambda w, ids, x, of=of: of(w, ids, bool(x.isnan().any()))), {},
-       broken("; ".join(f"{name}: a finite row changes" for name in list(LOGITS)[:3]), "logits", "all NaN"))
+       broken("; ".join(f"{name}: a finite row changes" for name in list(LOGITS)[:3])))
       for of in (lambda w, ids, odd: (w + odd, ids), lambda w, ids, odd: (w, ids.flip(1) if odd else ids))),
     ("routing", "Ib", route(), {}, unasked("takes no bias")),
-    *(("routing", "Ib", with_bias(where), {}, broken(f"{name}: row 0 has [0, 0, 0, 0]", "bias", name))
+    *(("routing", "Ib", with_bias(where), {}, broken(f"{name}: row 0 has [0, 0, 0, 0]"))
       for name, where in BIASES.items()),
     ("routing", "P", route(), {}, unasked("takes no padding mask")),
     ("routing", "P", masked(nothing), {"padding_id": 16},
-     broken("a padding row has the ids [-1, -1, -1, -1]", "mask")),
+     broken("a padding row has the ids [-1, -1, -1, -1]")),
     ("routing", "P", masked(lambda w, ids, mask: ids.index_put_((mask,), torch.tensor([-1, -1, -1, 7]))), {},
-     broken("a padding row has the ids [-1, -1, -1, 7]", "mask")),
+     broken("a padding row has the ids [-1, -1, -1, 7]")),
     ("routing", "P", masked(lambda weights, ids, mask: weights.masked_fill_(mask[:, None], 0.5)), {},
-     broken("a padding row has a weight", "mask")),
-    *(("routing", "P", masked(first_mask(value)), {}, broken(f"{said}", "mask"))
+     broken("a padding row has a weight")),
+    *(("routing", "P", masked(first_mask(value)), {}, broken(f"{said}"))
       for value, said in ((0.5, "a padding row has a weight"), (0.0, "the mask changes another row"))),
     ("routing", "P", then(masked(nothing), lambda found, call: (
         found[0] + 0 * call.router_logits.mean(), found[1],
-    )), {}, broken("a padding row has a weight", "mask")),
+    )), {}, broken("a padding row has a weight")),
     *(("routing", "P", masked(lambda *results, at=at: results[at][2].copy_(results[at][2].flip(0))), {},
-       broken("the mask changes another row", "mask")) for at in (0, 1)),
+       broken("the mask changes another row")) for at in (0, 1)),
     *(("routing", clause, lambda router_logits, top_k, bias, is_padding: biased(router_logits, top_k, bias),
        {}, holding()) for clause in "0O"),
-    *(("routing", "R", route(change), {}, broken(f"{fill} in other rows changes a live row", "rows", fill))
+    *(("routing", "R", route(change), {}, broken(f"{fill} in other rows changes a live row"))
       for fill, change in (
           ("nan", lambda w, ids, x: (w + 0 * x[3].mean(), ids)),
           ("nan", lambda w, ids, x: (w, ids.flip(1) if x[3:].isnan().any() else ids)),
@@ -1077,7 +961,7 @@ OTHERS = [
           ("noise", lambda w, ids, x: (w + ((x > 50) & (x < 1e30)).any(), ids)),
       )),
     ("rows", "0", double, {}, unasked(UNCHECKED)),
-    *(("rows", "0", kernel, {"reference": lambda x: 2 * x}, broken(said, "clean")) for kernel, said in (
+    *(("rows", "0", kernel, {"reference": lambda x: 2 * x}, broken(said)) for kernel, said in (
         (by_row(lambda x: len(x) == 1), "result 0: row 0 is off by 1"),
         (by_row(lambda x: (torch.arange(len(x)) > 35)[:, None]), "result 0: row 36 is off by 1"),
         (by_row(lambda x: 0 / x.amax(1, keepdim=True)), "result 0: row 5 is off by nan, which is zeros"),
@@ -1088,38 +972,38 @@ OTHERS = [
          "not the reference: result 0: row 5 is off by 1"),
     )),
     ("rows", "0", lambda x: (2 * x, torch.sum(x, 1, out=next(RING)[: len(x)])),
-     {"reference": lambda x: (2 * x, x.sum(1))}, broken("overwrites what an earlier call returned", "clean")),
+     {"reference": lambda x: (2 * x, x.sum(1))}, broken("overwrites what an earlier call returned")),
     *(("rows", "0", by_row(lambda x, by=by: by * x), {"dtype": dtype, "reference": double}, holding())
       for dtype, by in (("float32", 6e-5), ("bfloat16", 0.01))),
     ("rows", "0", by_row(lambda x: 0.02 * x), {"dtype": "bfloat16", "reference": lambda x: 2 * x},
-     broken("not the reference: result 0: row 0 is off by 0.0625", "clean")),
+     broken("not the reference: result 0: row 0 is off by 0.0625")),
     ("rows", "0", lambda x: fp8(x, groups=2, stretch=torch.tensor([[1.0], [3.0]])), {},
-     broken("not the reference: of a range of 448 row 4 uses 144: its scale is too large", "clean")),
+     broken("not the reference: of a range of 448 row 4 uses 144: its scale is too large")),
     ("rows", "0", fp8_cut, {},
-     broken("not the reference: values times scales: row 0 is off by 0.166", "clean")),
+     broken("not the reference: values times scales: row 0 is off by 0.166")),
     *(("rows", clause, lambda x: (x.sum(1), x.argmax(1)), {"reference": lambda x: (x.sum(1), x.argmax(1))},
        holding()) for clause in "0R"),
     ("rows", "0", lambda x: [2 * x, 0, x.sum()], {"reference": lambda x: (2 * x, x.sum())}, holding()),
     ("rows", "R", lambda x: 2 * x.nan_to_num(), {"reference": double},
      broken("the NaN of a row is hidden: its own result holds numbers")),
     ("rows", "0", lambda x: x.argmax(1), {"reference": lambda x: x.argmax(1) + 1},
-     broken("not the reference: result 0: row 0 is off by 1", "clean")),
-    ("rows", "0", lambda x: None, {}, broken("returns no tensor", "clean")),
-    ("rows", "0", lambda x: x.mul_(2), {"reference": double}, broken("writes to its input", "clean")),
+     broken("not the reference: result 0: row 0 is off by 1")),
+    ("rows", "0", lambda x: None, {}, broken("returns no tensor")),
+    ("rows", "0", lambda x: x.mul_(2), {"reference": double}, broken("writes to its input")),
     ("rows", "0", lambda x: x.mul_(2).clone(), {"reference": double, "in_place": True}, holding()),
-    ("rows", "0", lambda x: (x, x / 0), {}, broken("not finite on clean input", "clean")),
-    ("rows", "0", lambda x: (x, not_twice(x)), {}, broken("other bits the second time", "clean")),
+    ("rows", "0", lambda x: (x, x / 0), {}, broken("not finite on clean input")),
+    ("rows", "0", lambda x: (x, not_twice(x)), {}, broken("other bits the second time")),
     ("rows", "0", lambda x: (2 * x, x.sum(-1)), {"reference": lambda x: (2 * x, x.sum(-1) + 1)},
-     broken("not the reference: result 1: row 0 is off by 1", "clean")),
+     broken("not the reference: result 1: row 0 is off by 1")),
     ("rows", "0", lambda x: (2 * x, x.sum(-1)), {"reference": double},
      unasked(f"{UNCHECKED} for 1 of 2 results")),
     ("rows", "0", double, {"reference": lambda x: 2 * x[:, :8]},
-     broken("not the reference: result 0 has shape (6, 64), the reference (6, 8)", "clean")),
+     broken("not the reference: result 0 has shape (6, 64), the reference (6, 8)")),
     # It is asked no other number of rows.
     ("rows", "0", from_row(5, 4), {"reference": double, "live_rows": 4}, holding()),
     *(("rows", "0", lambda x: torch.cat([2 * x[:4], 2 * x[4:] + 1]), {"reference": double, "live_rows": live},
        answer) for live, answer in (
-           (4, holding()), (5, broken("not the reference: result 0: row 4 is off by 1", "clean")),
+           (4, holding()), (5, broken("not the reference: result 0: row 4 is off by 1")),
        )),
     *(("rows", "0", partial(fp8, **given), {}, holding())
       for given in ({}, {"groups": 4}, {"dtype": torch.float8_e5m2, "largest": 57344.0},
@@ -1134,191 +1018,56 @@ OTHERS = [
     ("rows", "0", lambda x: fp8(x)[0], {}, unasked(UNCHECKED)),
     ("rows", "0", fp8, {"hidden": 4096}, holding()),
     ("rows", "0", fp8_flushed, {"hidden": 4096},
-     broken("not the reference: values times scales: row 5 is off by 0.000102", "clean")),
+     broken("not the reference: values times scales: row 5 is off by 0.000102")),
     *(("rows", "0", partial(fp8, dtype=dtype, largest=largest, stretch=3.0), {}, broken(
-        f"not the reference: of a range of {largest:.0f} row 3 uses {used}: its scale is too large", "clean"))
+        f"not the reference: of a range of {largest:.0f} row 3 uses {used}: its scale is too large"))
       for dtype, largest, used in ((torch.float8_e5m2, 57344.0, "2.05e+04"), (torch.int8, 127.0, "42"))),
     ("rows", "0", lambda x: (fp8(x, dtype=torch.int8, largest=127.0)[0] - 1, fp8(x, largest=127.0)[1]), {},
-     broken("not the reference: values times scales: row 0 is off by 0.0396", "clean")),
+     broken("not the reference: values times scales: row 0 is off by 0.0396")),
     ("rows", "0", lambda x: (fp8(x)[0], fp8(x)[1][:3]), {}, unasked(UNCHECKED)),
     ("rows", "0", lambda x: (fp8(x)[0], torch.ones(6, 3)), {}, unasked(UNCHECKED)),
     ("rows", "0", fp8, {"inverse": lambda values, scale: 1.1 * values.double() * scale.double()}, holding()),
     ("rows", "0", double, {"inverse": lambda x: 0.6 * x},
-     broken("not the reference: dequantised, row 0 is off by 0.682", "clean")),
+     broken("not the reference: dequantised, row 0 is off by 0.682")),
     *(("rows", "0", lambda x, by=by: (fp8(x)[0], by * fp8(x)[1]), {},
-       broken(f"not the reference: values times scales: row {row} is off by {off}", "clean"))
+       broken(f"not the reference: values times scales: row {row} is off by {off}"))
       for by, row, off in ((3.0, 0, 6.82), (1.02, 0, 0.0209))),
-    *(("rows", "R", from_row(row, to), {}, broken("; ".join(
-        f"{fill} in other rows changes a live row" for fill in ("nan", "inf")), "rows", "nan"))
+    *(("rows", "R", from_row(row, to), {}, broken("nan, inf in other rows: changes a live row"))
       for row, to in ((4, 0), (0, 1), (5, 4))),
-    ("rows", "R", from_row(3, 2), {"live_rows": 3}, broken("; ".join(
-        f"{fill} in other rows changes a live row" for fill in ("nan", "inf")), "rows", "nan")),
+    ("rows", "R", from_row(3, 2), {"live_rows": 3}, broken("nan, inf in other rows: changes a live row")),
     ("rows", "R", from_row(2, 3), {"live_rows": 3}, holding()),
     ("rows", "R", lambda x: 2 * x.nan_to_num(), {"live_rows": 3, "reference": double}, holding()),
-    ("rows", "R", lambda x: (2 * x, x.sum(-1) + 0 * x.mean()), {}, broken("; ".join(
-        f"{fill} in other rows changes the scale of a live row" for fill in ("nan", "inf", "largest")),
-        "rows", "nan")),
-    ("rows", "R", lambda x: (2 * x, x.abs().max()), {}, broken("; ".join(
-        f"{fill} in other rows changes the scale of all rows" for fill in ("nan", "inf", "largest", "noise")),
-        "rows", "nan")),
+    ("rows", "R", lambda x: (2 * x, x.sum(-1) + 0 * x.mean()), {}, broken(
+        "nan, inf, largest in other rows: changes the scale of a live row")),
+    ("rows", "R", lambda x: (2 * x, x.abs().max()), {}, broken(
+        "nan, inf, largest, noise in other rows: changes the scale of all rows")),
     ("rows", "R", lambda x: x[: 5 if x.isnan().any() else 6], {},
-     broken("nan in other rows changes the shape of a result", "rows", "nan")),
+     broken("nan in other rows: changes the shape of a result")),
     ("rows", "W", lambda x: (2 * x, torch.empty(3), x), {},
-     broken("3 of 3 elements of result 1 are not written", "written")),
+     broken("3 of 3 elements of result 1 are not written")),
     # Rounded up to pairs of rows.
     ("rows", "W", lambda x: torch.cat([x, x.new_empty(len(x) % 2, 64)]), {},
-     broken("64 of 384 elements of result 0 are not written", "written")),
-    *(("ragged", "0", kernel, {"reference": made.ragged}, broken(said, "clean")) for kernel, said in (
-        (instead(made.ragged, starts=at_first("starts", shape_of)), "result 0: row 2 is off by 3.29"),
-        (lambda x, starts: made.ragged(x, starts) * (len(starts) != 2), "result 0: row 0 is off by 2.76"),
-        (lambda x, starts: made.ragged(x, starts) * (len(starts) < 5), "result 0: row 0 is off by 2.44"),
-    )),
-    *(("ragged", "R", ragged(change), {},
-       broken(f"{fill} in one sequence changes another", "rows", fill))
-      for fill, change in (
-          ("nan", lambda out, x, starts: out[:3].add_(0 * x[3])),
-          ("nan", lambda out, x, starts: out[5].add_(0 * x[3])),
-          ("noise", lambda out, x, starts: out[0].add_(x[3].nan_to_num(0.0, 0.0, 0.0).amax() > 50)),
-      )),
-    *(("ragged", "N", ragged(on_starts(*given)), {},
-       broken(f"starts edited in place to {list(given)}: the result of other starts", "starts"))
-      for given in ((0, 1, 2, 6), (0, 2, 2, 6), (0, 3, 4, 6))),
-    ("ragged", "U", made.ragged_unwritten, {},
-     broken("rows past the last start hold what the memory held", "spare", "nan")),
-    ("ragged", "U", ragged(lambda out, x, starts: out[4:].copy_(torch.tensor([[7.0], [0.0]]))), {},
-     broken("rows past the last start hold 7", "spare", "nan")),
-    ("ragged", "U", ragged(lambda out, x, starts: out.add_(0 * x[-1])), {},
-     broken("nan past the last start changes a live row", "spare", "nan")),
-    ("ragged", "U", ragged(lambda out, x, starts: out[0].add_(x[-1].nan_to_num(0.0).amax() > 50)), {},
-     broken("noise past the last start changes a live row", "spare", "noise")),
-    ("kv_write", "0", write(lambda k, v, slots: v[1, 2].fill_(NAN)), {},
-     broken("slot 18 of v_cache holds NaN", "clean")),
-    ("kv_write", "0", write(lambda k, v, slots: k._base[-1, -1].fill_(1.0)), {},
-     broken("slot 95 of k_cache holds other values", "clean")),
-    *(("kv_write", "0", kernel, {}, broken(f"slot {slot} of k_cache holds other values", "clean"))
-      for kernel, slot in (
-          (write_all_but(lambda slots: slots == 0), 0),
-          (write_all_but(lambda slots: torch.full_like(slots, len(slots) == 1).bool()), 33),
-          (write_all_but(lambda slots: torch.arange(len(slots)) > 35), 16),
-          (instead(made.write, slot_mapping=at_first("slot_mapping")), 0),
-      )),
-    ("kv_write", "0", then(made.write, lambda _, call: (call.key.zero_(),)[:0]), {},
-     broken("writes to key", "clean")),
-    *(("kv_write", clause, write_all_but(lambda slots: slots < 1), {"pad_slot": 0}, holding())
-      for clause in "0S"),
-    ("kv_write", "S", made.write, {"pad_slot": 0},
-     broken("with padding at slot 0: slot 0 of k_cache holds NaN", "slot")),
-    ("kv_write", "S", keeps_its_padding(), {},
-     broken("with padding at slot -1: slot 17 of k_cache holds other values", "slot")),
-    ("kv_write", "S", made.write_minus_one, {},
-     broken("with padding at slot -1: slot 63 of k_cache holds NaN", "slot")),
-    ("state", "0", update(lambda out, state: (out + 1, state)), {}, broken("row 0 is off by 1", "clean")),
-    ("state", "0", update(lambda out, state: (out, state + 1)), {},
-     broken("the state is not as expected", "clean")),
-    *(("state", "0", kernel, {}, broken(said, "clean")) for kernel, said in (
-        (update(lambda out, state: (out * (len(out) < 6), state)), "row 0 is off by 5.11"),
-        (instead(made.update, state_indices=lambda call: call.state_indices.masked_fill(
-            call.state_indices == 0, -1)), "row 1 is off by 4.02"),
-        (then(made.update, lambda out, call: (out, call.weight.zero_())[0]), "writes to weight"),
-    )),
-    *(("state", clause, update(), {"pad_index": 0}, holding()) for clause in "0S"),
-    ("state", "S", partial(made.update, skip=False), {},
-     broken("a row with the index of padding changes a state", "index")),
-    ("state", "S", instead(made.update, pad_index=lambda call: -1), {"pad_index": 0},
-     broken("a row with the index of padding changes a state", "index")),
-    *(("state", "S", writes_around_the_states(at), {},
-       broken("a row with the index of padding changes a state", "index")) for at in (0, -1)),
-    *(("state", "S", update(lambda out, state, row=row: (out + (torch.arange(5) == row)[:, None], state)), {},
-       broken(f"beside a row of padding a live row {place} is off by 1", "index"))
-      for row, place in ((0, 0), (2, 1), (4, 2))),
-    *(("state", "R", then(made.update, lambda out, call, of=of, row=row: one_off(out, row, by=0 * of(call))),
-       {}, broken("nan in one row changes another", "rows", "nan"))
-      for of, row in ((lambda call: call.x[1].sum(), 0), (lambda call: call.state[4].sum(), 4))),
-    ("state", "R", update(lambda out, state: (out.nan_to_num(), state)), {},
-     broken("the NaN of a row is hidden: its own result holds numbers")),
-    # What its state holds is no other row's result.
-    ("state", "R", then(made.update, lambda out, call: (out, call.state)), {}, holding()),
-    ("merge", "0", merged(lambda out, lse: out + 0 * torch.empty(1)), {}, holding()),
-    ("merge", "0", merged(lambda out, lse: (out, one_off(lse, 2, 1, by=0.005))), {},
-     broken("lse of row 2 is 0.09473, expected 0.08973", "clean")),
-    # Of a large lse as large a share.
-    ("merge", "0", merged(lambda out, lse: (out, lse * 1.0005)), {}, holding()),
-    ("merge", "0", merged(lambda out, lse: (out, lse[:3])), {},
-     broken("its lse has shape (3, 2), expected (4, 2)", "clean")),
-    *(("merge", "0", kernel, {}, broken(said, "clean")) for kernel, said in (
-        (merged(lambda out, lse: (1.0003 * out, lse)), "row 0 is off by 0.00059"),
-        (merged(lambda out, lse: (out * (torch.arange(len(out)) < 4)[:, None, None], lse)),
-         "row 4 is off by 2.14"),
-        (merged(lambda out, lse: (out + 0 * lse.exp()[..., None], lse)), "row 2 is off by nan"),
-        (one_memory(merged(lambda out, lse: out)), "overwrites what an earlier call returned"),
-    )),
-    ("merge", "0", merged(lambda out, lse: (out.nan_to_num(), lse)), {},
-     broken("the NaN of a part is hidden")),
-    *(("merge", "E", off_if_empty(which), {},
-       broken(f"a part without keys, its output 0: row {row} is off by 1", "merge", "0"))
-      for which, row in ((lambda a, b: a & ~b, 1), (lambda a, b: b & ~a, 2), (lambda a, b: a & b, 3))),
-    # Nothing was merged, and whoever merges next would take that for a weight of 1.
-    ("merge", "E", merged(lambda out, lse: (out, lse.masked_fill(lse == -INF, 0.0))), {},
-     broken("a part without keys, its output 0: lse of row 3 is 0, expected -inf", "merge", "0")),
-    ("merge", "E", then(made.merge, lambda found, call: found[0] + 0 * call.out_a), {},
-     broken("a part without keys, its output nan: row 1 is off by nan", "merge", "nan")),
-    *(("merge", "R", then(made.merge, lambda found, call, of=of, row=row: one_off(
-        found[0], row, by=0 * vars(call)[of][1].sum())), {},
-       broken("nan in one row changes another", "rows", "nan"))
-      for of, row in (("out_a", 0), ("lse_a", 2), ("out_b", 3), ("lse_b", 3))),
-    ("experts", "0", made.experts, {"experts": 8, "top_k": 3}, holding()),
-    *(("experts", "0", instead(made.experts, topk_weights=change), {}, broken(said, "clean"))
-      for change, said in (
-          (lambda call: 1.001 * call.topk_weights, "row 0 is off by 0.00102"),
-          (lambda call: call.topk_weights * (len(call.x) > 1), "row 0 is off by 0.434"),
-          (lambda call: call.topk_weights * (torch.arange(len(call.x)) < 36)[:, None],
-           "row 36 is off by 1.62"),
-      )),
-    ("experts", "0", instead(made.experts, topk_ids=lambda call: call.topk_ids.sort(1).values), {},
-     broken("row 3 is off by 1", "clean")),
-    ("experts", "0", stale(made.experts), {}, broken("row 0 is off by 1.43", "clean")),
-    *(("experts", clause, then(made.experts, lambda out, call: call.x.copy_(out)), {}, holding())
-      for clause in "0DX"),
-    ("experts", "R", then(made.experts, lambda out, call: one_off(out, 4, by=0 * call.x.mean())), {},
-     broken("nan in one token changes another", "rows", "nan")),
-    ("experts", "R", then(made.experts, lambda out, call: out.nan_to_num()), {},
-     broken("the NaN of a token is hidden: its own result holds numbers")),
-    ("experts", "R", then(made.experts, lambda out, call: (out, torch.ones(2))), {}, holding()),
-    ("experts", "D", instead(made.experts, topk_weights=lambda call: call.topk_weights
-                             * (call.topk_ids.diff(prepend=call.topk_ids[:, :1] - 1) != 0)), {},
-     broken("an id that comes twice: row 1 is off by 0.472", "repeated")),
-    ("experts", "D", instead(made.experts, topk_weights=first_expert_once), {},
-     broken("an id that comes twice: row 3 is off by 0.156", "repeated")),
-    *(("experts", "X", experts_at(expert, 3), {},
-       broken(f"id {expert}: row 3 is off by 1", "range", str(expert)))
-      for expert in (-1, 4)),
-    ("experts", "X", instead(made.experts, topk_ids=lambda call: call.topk_ids.clamp(0, 3)), {}, holding()),
-    *(("experts", "X", refuses(kind), {}, holding(f"id -1: {kind.__name__}; id 4: {kind.__name__}"))
-      for kind in (ValueError, IndexError, AssertionError, RuntimeError)),
+     broken("64 of 384 elements of result 0 are not written")),
     ("operands", "0", scaled, SCALED | {"reference": None}, unasked(UNCHECKED)),
     # Of a row of which the reference makes NaN in part nothing is asked.
     ("operands", "0", lambda x, scale: 2 * x / (x != 2), SCALED | {
         "reference": lambda x, scale: 2 * x + 0 / (x != 2)}, holding()),
     ("operands", "0", lambda x, scale: (scaled(x, scale)[0], x.sum(1) * NAN), SCALED,
-     broken("not the reference: result 1: row 0 is off by nan", "clean")),
+     broken("not the reference: result 1: row 0 is off by nan")),
     *(("operands", "0", kernel, SCALED, answer) for kernel, answer in (
-        (lambda x, scale: scale * x, broken("not the reference: 1 results in place of 2", "clean")),
+        (lambda x, scale: scale * x, broken("not the reference: 1 results in place of 2")),
         (lambda x, scale: (*scaled(x, scale), x), unasked(f"{UNCHECKED} for 1 of 3 results")),
-        (lambda x, scale: (*scaled(x, scale), x.zero_())[:2], broken("writes to x", "clean")),
+        (lambda x, scale: (*scaled(x, scale), x.zero_())[:2], broken("writes to x")),
     )),
     ("operands", "0", lambda x, scale: scale * x, SCALED | {"reference": lambda x, scale: 2 * x}, holding()),
-    ("operands", "0", lambda x: (x, not_twice(x)), SCALED, broken("other bits the second time", "clean")),
+    ("operands", "0", lambda x: (x, not_twice(x)), SCALED, broken("other bits the second time")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "clause", "kernel", "sizes", "answer"), OTHERS)
 def test_a_probe_says_what_is_wrong(kind, clause, kernel, sizes, answer):
-    assert said(kind, clause, kernel, sizes) == answer
-
-
-def test_an_error_of_the_device_is_no_answer_about_ids():
-    with pytest.raises(RuntimeError, match="CUDA error"):
-        said("experts", "X", refuses(RuntimeError, "CUDA error: an illegal memory access"))
+    found = said(kind, clause, kernel, sizes)
+    assert agree(found, answer), found
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 # Here, because pytester unloads what a run in this process imports, and a second copy has other classes.
-from staleproof.cases.words import NOT_RUN
-from staleproof.contract import cases, pytest_plugin
-from staleproof.contract.contract import BREAKS, CLAUSES, UNDEFINED
+from staleproof.contract import pytest_plugin, runner
+from staleproof.contract.contract import BREAKS, CLAUSES, NOT_RUN, UNDEFINED, Answer
 
 pytest_plugins = ["pytester"]
 
@@ -32,7 +31,7 @@ def per_tensor(x):
 PLUGIN = ("-p", "no:staleproof", "-p", "staleproof.contract.pytest_plugin", "-p", "no:nbval")
 
 
-def test_a_broken_clause_fails_with_its_counterexample(pytester):
+def test_a_broken_clause_fails_with_its_reproducer(pytester):
     pytester.makepyfile(my_kernels=MODULE)
     result = pytester.runpytest_inprocess(*PLUGIN, "--padding-contract", "my_kernels.py", "-rs", "-v")
     result.assert_outcomes(passed=5, failed=1, skipped=2)
@@ -41,20 +40,27 @@ def test_a_broken_clause_fails_with_its_counterexample(pytester):
     )
     # The second has no reference.
     result.stdout.fnmatch_lines(["*: not checked, no reference"])
-    result.stdout.fnmatch_lines(["from my_kernels import per_tensor", "assert torch.equal(got, clean)*"])
+    result.stdout.fnmatch_lines(
+        ["from my_kernels import per_tensor", "torch.testing.assert_close*", "*per_tensor_R.py runs alone"]
+    )
+    (script,) = pytester.path.glob(".pytest_cache/d/padding-contract/*.py")
+    assert script.with_suffix(".pt").is_file()
     result.stdout.fnmatch_lines(["*asked elsewhere*"])
 
 
 def _test_of(verdict, script=""):
     """The test of an answer."""
     file = object.__new__(pytest_plugin.ContractFile)
-    file.answers = {("k", "R"): SimpleNamespace(verdict=verdict, question="R", note="rows", script=script)}
+    file.answers = {("k", "R"): Answer(verdict, "rows", "k", "R", script)}
+    file.scripts = Path("folder")
     item = object.__new__(pytest_plugin.ContractItem)
     item.parent, item.asked = file, ("k", "R")
     return item
 
 
-@pytest.mark.parametrize(("script", "said"), [("", ""), ("import torch", "\n\nimport torch")])
+@pytest.mark.parametrize(
+    ("script", "said"), [("", ""), ("import torch\n", "\n\nimport torch\n\nfolder/k_R.py runs alone")]
+)
 def test_a_broken_clause_shows_its_script_if_there_is_one(script, said):
     with pytest.raises(pytest_plugin.BrokenClauseError) as error:
         _test_of(BREAKS, script).runtest()
@@ -70,16 +76,17 @@ def test_what_was_not_run_or_is_left_to_the_caller_is_skipped_with_the_reason(ve
 def test_kernels_are_audited_on_the_device_that_was_asked_for(monkeypatch):
     asked = []
 
-    def audit(modules, device):
-        asked.append((modules, device))
-        return [SimpleNamespace(variant="k", question="R")]
+    def audit(modules, device, scripts):
+        asked.append((modules, device, scripts))
+        return [Answer(BREAKS, "", "k", "R")]
 
-    monkeypatch.setattr(cases, "audit", audit)
+    monkeypatch.setattr(runner, "audit", audit)
     file = object.__new__(pytest_plugin.ContractFile)
     file.path, file.config = Path("m.py"), SimpleNamespace(getoption=lambda name: f"{name} as asked for")
     for _ in range(2):
-        assert file.answers["k", "R"].question == "R"
-    assert asked == [(["m.py"], "--padding-contract-device as asked for")]
+        assert file.answers["k", "R"].clause == "R"
+    # Without pytest's cache there is no folder for reproducers.
+    assert asked == [(["m.py"], "--padding-contract-device as asked for", None)]
 
 
 def test_nothing_happens_without_the_option(pytester):

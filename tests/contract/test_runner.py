@@ -1,4 +1,4 @@
-"""What surrounds a probe: memory that it fills, launches that it records, and whose an error is."""
+"""What surrounds a probe, and the audit: an answer for each kernel and clause, whatever a kernel does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import gc
 import re
 import signal
 import sys
-import threading
 import types
 import weakref
 from dataclasses import replace
@@ -18,15 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from staleproof.cases import children
-from staleproof.cases.case import Reading, absent
-from staleproof.contract import attention_probes, runner, scenes, scripts
-from staleproof.contract.contract import BREAKS, NO_REFERENCE, UNDEFINED, breaks, holds
-from staleproof.kernels.subject import KINDS, SIZES, Subject, load_module
-from staleproof.kernels.vllm_sources import UnavailableError
+from staleproof import child as children
+from staleproof.audit import SIZES, Subject, load_module
+from staleproof.contract import attention_probes, runner, scenes
+from staleproof.contract.contract import BREAKS, HOLDS, NOT_RUN, UNDEFINED, breaks, holds, not_run
 
-NOT_RUN = "not run"
-RELEASE = runner.packages.Release("1.0", Path("/site"))
+HERE = Path(__file__).parent
 
 
 def test_memory_that_needs_a_gradient_is_filled_too():
@@ -88,31 +84,27 @@ def _write(x, byte):
 
 
 BEHIND = {
-    "nothing": (lambda x, y: 0, "holds", "", []),
-    "one": (lambda x, y: _all(x, 255), "breaks", "0xff behind x changes the result", ["behind", "0xff", "x"]),
+    "nothing": (lambda x, y: 0, "holds", ""),
+    "one": (lambda x, y: _all(x, 255), "breaks", "0xff behind x changes the result"),
     "each": (
         lambda x, y: _all(x, 255) + 2 * _all(y, 255), "breaks", "0xff behind x, y changes the result",
-        ["behind", "0xff", "x"],
     ),
     "both": (
         lambda x, y: _all(x, 255) * _all(y, 255), "breaks",
-        "0xff behind the operands together changes the result", ["behind", "0xff"],
+        "0xff behind the operands together changes the result",
     ),
     # Incident 6 reads 64 bytes behind the last scales; whole tiles may be larger.
     "4096 bytes": (
         lambda x, y: _behind(y)[4095:4096].eq(255).any(), "breaks", "0xff behind y changes the result",
-        ["behind", "0xff", "y"],
     ),
     "noise": (
         lambda x, y: len(set(_behind(y).tolist())) > 2, "breaks", "noise behind y changes the result",
-        ["behind", "noise", "y"],
     ),
-    "written": (lambda x, y: _write(y, 7), "breaks", "writes behind y", ["behind", "0x00", "y"]),
+    "written": (lambda x, y: _write(y, 7), "breaks", "writes behind y"),
     # Over zeros nobody sees it.
-    "zeros": (lambda x, y: _write(y, 0), "breaks", "writes behind y", ["behind", "0xff", "y"]),
+    "zeros": (lambda x, y: _write(y, 0), "breaks", "writes behind y"),
     "in place": (
         lambda x, y: x.add_(_all(y, 255)) is None, "breaks", "0xff behind y changes the result",
-        ["behind", "0xff", "y"],
     ),
 }  # fmt: skip
 
@@ -129,7 +121,7 @@ def test_what_lies_behind_operands_and_decides_the_result_is_named(name):
         return [torch.tensor(float(of(known["x"], known["y"]) or 0))]
 
     said = scenes.behind_operands(kernel, given | {"k": 3})
-    assert [said.verdict, said.note, said.numbers.get("case", [])] == wanted
+    assert [said.verdict, said.note] == wanted
     for known in asked:
         assert all(
             known[name] is same for name, same in (("part", given["part"]), ("no", given["no"]), ("k", 3))
@@ -151,20 +143,11 @@ def test_operands_without_a_guard_say_so(monkeypatch, platform, why):
     assert (said.verdict, said.note) == ("holds", f"no guard mapping: {why}")
 
 
-def test_operands_have_zeros_behind_them():
-    given = {"x": torch.ones(3, 5).T, "part": torch.ones(4)[::2], "k": 3}
-    found = scenes.zeros_behind(given)
-    assert found["part"] is given["part"]
-    assert found["k"] == 3
-    assert torch.equal(found["x"], given["x"])
-    assert _all(found["x"], 0)
-
-
 @pytest.mark.parametrize(
     ("on_gpu", "planned", "fails", "said", "captured"),
     [
-        (False, False, False, "launched again, not captured", False),
-        (True, True, False, "launched again, not captured", False),
+        (False, False, False, "launched again; capture in a CUDA graph was not tried", False),
+        (True, True, False, "launched again with a new plan", False),
         (True, False, True, "launched again: a graph cannot hold it", False),
         (True, False, False, "", True),
     ],
@@ -196,7 +179,9 @@ def test_a_launch_is_captured_where_a_graph_can_hold_it(monkeypatch, on_gpu, pla
     gc.collect()
     assert alive() is not None
     before = len(done)
-    assert (replay(), note, done[before:]) == ("result", said, ["replay" if captured else "launch"])
+    assert (replay(), done[before:]) == ("result", ["replay" if captured else "launch"])
+    assert note.startswith(said)
+    assert bool(note) is not captured
     tried = ["launch", "waits", "launch", *(["waits"] if fails else [])]
     assert done[:before] == (tried if captured or fails else [])
 
@@ -216,183 +201,6 @@ def test_an_operand_of_a_gpu_is_guarded_where_it_begins_at_16_bytes(monkeypatch,
     monkeypatch.setattr(torch.Tensor, "copy_", lambda memory, given: ("a copy of", given))
     assert scenes._guarded(x) == (("a copy of", x) if moved else x)
     assert asked == ([(count, device)] if moved else [])
-
-
-def test_a_kernel_is_imported_from_its_folder_unless_that_is_installed(tmp_path, monkeypatch):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/kernels.py").write_text("def one(x): ...\n")
-    one = load_module(str(tmp_path / "mine/kernels.py")).one
-    path, *lines = scripts._import(one)
-    assert path == f"import sys; sys.path.insert(0, {str(tmp_path / 'mine')!r})"
-    assert lines == ["from kernels import one", scripts._FIRST]
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "whole/__init__.py").write_text("def two(x): ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    path, line, _ = scripts._import(load_module("whole").two)
-    assert (path, line) == (f"import sys; sys.path.insert(0, {str(tmp_path)!r})", "from whole import two")
-    assert scripts._import(torch.nn.functional.softmax)[0] == "from torch.nn.functional import softmax"
-    assert scripts._import(runner.answers)[0] == "from staleproof.contract.runner import answers"
-
-
-ENDS = {
-    "quiet": children.Ended([], 0, "", "", 9.0),
-    "shown": children.Ended([], 1, "", "\nAssertionError: expected 0, got 1\n", 9.0),
-    "no package": children.Ended([], 1, "", "ModuleNotFoundError: No module named 'vllm'\n", 9.0),
-    "no name": children.Ended([], 1, "", "ImportError: cannot import name 'decode'\n", 9.0),
-    "other": children.Ended([], 1, "", "ValueError: an ImportError: of another\n", 9.0),
-}
-
-
-@pytest.mark.parametrize(
-    ("package", "ends", "wanted"),
-    [
-        ("vllm", ["shown"], "# 0\npass\n"),
-        ("vllm", ["quiet", "other", "shown"], "# 2\npass\n"),
-        ("vllm", ["quiet", "no package"], "# 1 Not run where it was made.\npass\n"),
-        ("vllm", ["no name", "shown"], "# 0 Not run where it was made.\npass\n"),
-        ("vllm", ["quiet"], ""),
-        ("vllm", [], ""),
-        ("", ["no package"], ""),
-        ("staleproof", ["shown"], "# 0\npass\n"),
-    ],
-)
-def test_the_first_script_that_shows_a_break_is_kept(monkeypatch, package, ends, wanted):
-    asked, left = [], [ENDS[end] for end in ends]
-    monkeypatch.setattr(scripts.children, "call", lambda *a, **given: asked.append((a, given)) or left.pop(0))
-    texts = [f"# {number}\npass\n" for number in range(len(ends))]
-    said = scripts.tried(breaks("NaN"), texts, Subject("k", "rows", print, package=package), RELEASE, 9.0)
-    wrong = "" if package else f"; its script fails: {ENDS['no package'].last_line}"
-    assert said == replace(breaks(f"NaN{wrong}"), script=wanted)
-    ours = [] if package == "vllm" else [str(Path(runner.__file__).parents[2])]
-    assert asked == [
-        ((scripts.run_alone, text, ["/site", *ours]), {"timeout_s": 69.0})
-        for text in texts[: len(ends) - len(left)]
-    ]
-
-
-def _decode(q, kv_cache, seq_lens, softmax_scale):
-    return q
-
-
-@pytest.mark.parametrize("needs", ["", "cpu", "cuda", "sm90", "sm100"])
-@pytest.mark.parametrize("launch", [None, "prepared", "planned"])
-def test_a_script_asks_on_the_device_and_launches_as_the_kernel_is_called(needs, launch):
-    shape = {"layout": "mla"} | ({launch: True} if launch else {})
-    subject = Subject("k", "attention", _decode, shape, package="torch", needs=needs)
-    text = scripts.counterexample(subject, RELEASE, "E", ("empty",))
-    call = "_decode(q=q, kv_cache=kv_cache, seq_lens=seq_lens, softmax_scale=softmax_scale)"
-    assert call in text
-    assert (call + "()" in text) is bool(launch)
-    always = needs in ("cuda", "sm90", "sm100")
-    assert ('\ndevice = "cuda"\n' in text) is always
-    assert ("torch.cuda.is_available()" in text) is not always
-    assert "softmax_scale = 0.041667\n" in text
-
-
-ALONE = """
-import importlib.machinery, inspect, os, sys
-import extra
-# A folder of these tests, which nobody named.
-assert importlib.machinery.PathFinder.find_spec("warm") is None
-assert "lambda" in inspect.getsource(lambda: 0)
-assert __name__ == "__main__" and os.listdir() == ["counterexample.py"], os.listdir()
-assert "TRITON_INTERPRET" not in os.environ
-assert sys.path[0] == os.path.dirname(extra.__file__)
-raise SystemExit(7)
-"""
-
-
-def test_a_script_runs_as_the_main_program_of_a_folder_of_its_own(tmp_path):
-    (tmp_path / "extra.py").touch()
-    # It chooses its device itself.
-    env = {"TRITON_INTERPRET": "1"}
-    ended = children.call(scripts.run_alone, ALONE, [str(tmp_path)], timeout_s=60, env=env)
-    assert (ended.code, ended.stderr) == (7, "")
-
-
-def test_the_probes_of_a_subject_get_how_it_is_launched_and_its_sizes():
-    given = {"prepared": True, "empty_lse": 0.0, "heads": 4, "layout": "mla"}
-    probes = runner.probes_of(Subject("k", "attention", _decode, given))
-    kernel = attention_probes.Kernel(_decode, prepared=True, empty_lse=0.0)
-    shape = scenes.Shape(layout="mla", heads=4, head_dim=576, value_dim=512)
-    assert {probe.args for probe in probes.values()} == {(kernel, shape)}
-    assert [*probes] == [*KINDS["attention"]]
-    probes = runner.probes_of(Subject("k", "rows", _decode, {"hidden": 24}))
-    assert [probe.args for probe in probes.values()] == [(_decode, {"hidden": 24})] * 4
-    assert {*probes} == {*KINDS["rows"]}
-
-
-COMPILED = "nvcc compiles it at a call without FLASHINFER_DISABLE_JIT"
-LIBRARY = OSError("Could not load this library: /site/deep_gemm/_C.so")
-LIBRARY.__cause__ = OSError("undefined symbol: c10")
-UNCOMPILED = type("MissingJITCacheError", (RuntimeError,), {})
-NAMED = UNCOMPILED("JIT compilation is disabled")
-NAMED.spec = types.SimpleNamespace(name="topk")
-
-
-def named(what: str, error: Exception) -> tuple[Exception, str]:
-    """An error, and what is said of it in one line."""
-    return error, f"{what}: {type(error).__name__}: {' '.join(str(error).split())}"
-
-
-# Of a package -> what a finding says then; of the user's own kernels they are breaks.
-NOT_THE_KERNELS = {
-    "library": (LIBRARY, "its library does not load here: OSError: undefined symbol: c10"),
-    # Its folder is not told.
-    "file": (
-        FileNotFoundError(2, "No such file or directory", "/home/somebody/kernels/config.jinja"),
-        "a file of it is not here: config.jinja",
-    ),
-    "module": named("does not import here", ModuleNotFoundError("No module named 'orjson'")),
-    "files": named("does not import here", UnavailableError("vLLM has no such file")),
-    **{
-        text: named("its calls do not fit this release", TypeError(f"f() {text}"))
-        for text in ("got an unexpected keyword x", "missing 1 argument", "takes 2", "got multiple values")
-    },
-    "ninja": named("a module of it could not be compiled here", RuntimeError("Ninja build failed:\n1 error")),
-    "nvcc": named("a module of it could not be compiled here", RuntimeError("Could not find nvcc and")),
-}
-NOBODYS = {
-    "interpreter": (
-        type("InterpreterError", (Exception,), {})("no such operation"),
-        "Triton's interpreter cannot run it: no such operation",
-    ),
-    "uncompiled": (UNCOMPILED("disabled"), f"its compiled module is not here; {COMPILED}"),
-    "uncompiled, named": (NAMED, f"its compiled module topk is not here; {COMPILED}"),
-}
-
-
-def _answer(error: BaseException, package: str):
-    def probe(device):
-        raise error
-
-    return runner.answer(probe, Subject("k", "rows", print, package=package), "cpu")
-
-
-@pytest.mark.parametrize("name", [*NOT_THE_KERNELS, *NOBODYS])
-def test_an_error_that_is_not_the_kernels_is_not_run_and_says_why(name):
-    error, note = (NOT_THE_KERNELS | NOBODYS)[name]
-    said, goes_on = _answer(error, "kernels")
-    assert (said.verdict, said.note, goes_on) == (NOT_RUN, note, True)
-    # What a kernel of the user's lacks is its own fault; what a machine lacks is nobody's.
-    assert _answer(error, "")[0].verdict == (NOT_RUN if name in NOBODYS else BREAKS)
-
-
-@pytest.mark.parametrize(
-    "error", [OSError("no space left"), TypeError("can only concatenate str"), AssertionError("wrong")]
-)
-def test_any_other_error_is_a_break(error):
-    said, goes_on = _answer(error, "kernels")
-    assert (said.verdict, said.note) == (BREAKS, f"raises {type(error).__name__}: {error}")
-    assert goes_on
-
-
-@pytest.mark.parametrize(
-    ("package", "hint"), [("", '; say needs="cuda" if the kernel needs a GPU'), ("kernels", "")]
-)
-def test_a_kernel_that_needs_a_gpu_is_told_how_to_say_so(package, hint):
-    error = AssertionError("Torch not compiled with CUDA enabled")
-    assert _answer(error, package)[0].note == f"raises AssertionError: {error}{hint}"
 
 
 INTERPRETED = """
@@ -429,30 +237,57 @@ GAP = "Triton's interpreter cannot run it: "
 
 @pytest.mark.skipif(not runner.devices.interpreting(), reason="asks Triton's interpreter")
 @pytest.mark.parametrize(
-    ("kernel", "package", "verdict", "note"),
+    ("kernel", "verdict", "note"),
     [
-        ("misspelt", "", BREAKS, "raises NameError: name 'no_such_name' is not defined"),
-        ("calls", "", BREAKS, "raises NameError: name 'no_such_name' is not defined"),
-        (
-            "no_operation",
-            "",
-            BREAKS,
-            "raises AttributeError: module 'triton.language' has no attribute 'expp'",
-        ),
-        ("misspelt", "kernels", NOT_RUN, f"{GAP}NameError("),
+        ("misspelt", BREAKS, "raises NameError: name 'no_such_name' is not defined"),
+        ("calls", BREAKS, "raises NameError: name 'no_such_name' is not defined"),
+        ("no_operation", BREAKS, "raises AttributeError: module 'triton.language' has no attribute 'expp'"),
         # What the interpreter lacks, or may lack.
-        ("no_method", "", NOT_RUN, f"{GAP}AttributeError("),
-        ("inside", "", NOT_RUN, f"{GAP}NameError("),
+        ("no_method", NOT_RUN, f"{GAP}AttributeError("),
+        ("inside", NOT_RUN, f"{GAP}NameError("),
     ],
 )
-def test_a_misspelt_name_is_the_kernels_own_fault(tmp_path, kernel, package, verdict, note):
+def test_misspelt_name_breaks_and_gap_of_the_interpreter_is_not_run(tmp_path, kernel, verdict, note):
     runner.devices.load_triton()
     (tmp_path / "kernels.py").write_text(INTERPRETED)
     launch = getattr(load_module(str(tmp_path / "kernels.py")), kernel)
-    subject = Subject("k", "rows", print, package=package)
-    said, _ = runner.answer(lambda device: launch[(1,)](torch.ones(1)), subject, "cpu")
-    assert said.verdict == verdict
-    assert said.note.startswith(note)
+    answer, _ = runner.ask_one(lambda device: launch[(1,)](torch.ones(1)), "cpu")
+    assert answer.verdict == verdict
+    assert answer.note.startswith(note)
+
+
+def _raised(error: BaseException):
+    def probe(device):
+        raise error
+
+    return runner.ask_one(probe, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("error", "note", "alive"),
+    [
+        (ValueError("one\n  and two"), "raises ValueError: one and two", True),
+        (
+            AssertionError("Torch not compiled with CUDA enabled"),
+            'Torch not compiled with CUDA enabled; say needs="cuda" if the kernel needs a GPU',
+            True,
+        ),
+        (
+            RuntimeError("CUDA error: device-side assert\nSearch for `cudaErrorAssert' in https://docs"),
+            "raises RuntimeError: CUDA error: device-side assert",
+            False,
+        ),
+        (
+            RuntimeError("Triton Error [CUDA]: an illegal memory access"),
+            "raises RuntimeError: Triton Error [CUDA]: an illegal memory access",
+            False,
+        ),
+    ],
+)
+def test_error_of_a_kernel_is_a_break_in_one_line(error, note, alive):
+    answer, goes_on = _raised(error)
+    assert (answer.verdict, goes_on) == (BREAKS, alive)
+    assert answer.note.endswith(note)
 
 
 @pytest.mark.parametrize(
@@ -494,237 +329,123 @@ def test_a_setting_that_does_not_work_is_not_the_kernels_fault(kind, clause, set
 
     call = route if kind == "routing" else lambda x: 2 * x
     subject = Subject("k", kind, call, settings)
-    said, _ = runner.answer(runner.probes_of(subject)[clause], subject, "cpu")
+    said, _ = runner.ask_one(runner.probes_of(subject)[clause], "cpu")
     assert said == breaks(f"wrong setting: {note}")
     unasked = runner._complete(subject, {"0": said})[subject.clauses[-1]]
-    assert unasked == absent("not asked: wrong setting")
-
-
-def test_an_error_of_the_device_that_shows_in_a_reference_may_be_the_kernels():
-    def reference(x):
-        raise RuntimeError("CUDA error: an illegal memory access")
-
-    subject = Subject("k", "rows", lambda x: 2 * x, {"reference": reference})
-    said, goes_on = runner.answer(runner.probes_of(subject)["0"], subject, "cpu")
-    assert (said, goes_on) == (breaks("raises RuntimeError: CUDA error: an illegal memory access"), False)
-
-
-@pytest.mark.parametrize(("stderr", "wanted"), [("of another\n{}\n", ""), ("{}\nits own\n", ": its own")])
-def test_what_a_kernel_printed_is_told_of_no_other(stderr, wanted):
-    ended = children.Ended([], 0, "", stderr.format(runner._BEGINS), 9.0)
-    assert runner._ended(ended, 5.0) == f"ended its process with 0{wanted}"
+    assert unasked == not_run("not asked: wrong setting")
 
 
 def doubles(x):
     x.mul_(2)
 
 
-def test_a_kernel_that_works_in_place_may_return_nothing():
+def test_kernel_that_works_in_place_may_return_nothing():
     settings = {"in_place": True, "reference": lambda x: 2 * x}
     for call in (doubles, functools.partial(doubles)):
-        subject = Subject("k", "rows", call, settings)
-        probes = runner.probes_of(subject)
+        probes = runner.probes_of(Subject("k", "rows", call, settings))
         assert {clause: probe("cpu") for clause, probe in probes.items()} == dict.fromkeys("0RWO", holds())
-    lines = [scripts._FIRST, *scripts._source(subject), "got = doubles(x=torch.ones(2)).tolist()"]
-    names = {"torch": torch}
-    exec("\n".join(lines), names)
-    assert names["got"] == [2.0, 2.0]
 
 
-def test_of_a_long_error_the_beginning_is_told_in_one_line():
-    said, _ = _answer(ValueError("one\n  and two, " + 50 * "three, "), "kernels")
-    assert said.note == f"raises ValueError: {('one and two, ' + 50 * 'three, ')[:160]}"
-
-
-@pytest.mark.parametrize(
-    "text", ["CUDA error: device-side assert triggered", "Triton Error [CUDA]: an illegal memory access"]
-)
-def test_an_error_of_the_device_ends_the_process_and_torchs_advice_is_left_out(text):
-    advice = "\nSearch for `cudaErrorAssert' in https://docs.nvidia.com/"
-    assert _answer(RuntimeError(text + advice), "kernels") == (breaks(f"raises RuntimeError: {text}"), False)
-
-
-def test_what_a_documentation_leaves_to_the_caller_is_undefined():
+def test_documented_break_is_undefined():
     subject = Subject("x", "rows", print, documented={"R": "scales are of the whole tensor"})
-    release = runner.packages.Release("")
-    found = runner.judged(breaks("NaN", "rows", "nan"), subject, release, "R")
-    assert found.verdict == UNDEFINED
-    assert found.note == "NaN; documented: scales are of the whole tensor"
-    assert runner.judged(breaks("NaN"), subject, release, "W").verdict == BREAKS
-
-
-@pytest.mark.parametrize("clause", ["0", "R"])
-@pytest.mark.parametrize("said", [holds("a note"), absent("no nvcc"), breaks("row 1", "clean")])
-def test_a_wrong_result_beside_another_torch_is_no_break_of_the_kernel(monkeypatch, clause, said):
-    subject = Subject("x", "rows", print, package="kernels", documented={"0": "sizes"})
-    monkeypatch.setattr(runner.packages, "other_torch", lambda subject, release: f"{release.version} of it")
-    found = runner.judged(said, subject, runner.packages.Release("1.0"), clause)
-    is_theirs = clause == "0" and said.verdict == BREAKS
-    assert found == (absent("1.0 of it; what came: row 1") if is_theirs else said)
-    monkeypatch.setattr(runner.packages, "other_torch", lambda subject, release: "")
-    assert runner.judged(said, replace(subject, documented={}), RELEASE, clause) == said
-
-
-def test_our_own_operations_are_found_in_a_checkout_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(runner.packages.devices, "version_of", lambda package: None)
-    subject = Subject("mla_decode", "attention", print, package="staleproof")
-    (release,) = runner.packages.releases(subject)
-    assert (release.version, release.folder) == ("checkout", None)
-
-
-K = Subject("k", "rows", print, package="kernels", skip={"W": "asked elsewhere"}, documented={"O": "theirs"})
-OK, BAD = holds(), breaks("row 1", "rows", "nan")
-SHOWN, LEFT = replace(BAD, script="a script"), replace(BAD, verdict=UNDEFINED)
-ABORTED = breaks("ended its process with signal 6")
-UNASKED = absent("not asked: wrong on clean input")
-
-
-def _asked(*clauses):
-    """What a child tells of clauses that hold."""
-    return [row for clause in clauses for row in (("k", clause, None, ()), ("k", clause, OK, ()))]
+    found = runner.judged(breaks("NaN"), subject, "R")
+    assert (found.verdict, found.note) == (UNDEFINED, "NaN; documented: scales are of the whole tensor")
+    assert runner.judged(breaks("NaN"), subject, "W").verdict == BREAKS
 
 
 @pytest.mark.parametrize(
-    ("ends", "asked", "found"),
+    ("needs", "capability", "reason"),
     [
-        ([(_asked("0", "R", "O"), 0)], ["0RO"], {"0": OK, "R": OK, "O": OK}),
-        # A break with a script of its case, or with one that was made before.
-        (
-            [([*_asked("0"), ("k", "R", None, ()), ("k", "R", BAD, ()), ("k", "R", BAD, ("text",)),
-               *_asked("O")], 0)],
-            ["0RO"], {"0": OK, "R": SHOWN, "O": OK},
-        ),
-        # What its documentation leaves to the caller is shown as well.
-        (
-            [([*_asked("0"), ("k", "R", None, ("text",)), ("k", "R", LEFT, ()), *_asked("O")], 0)],
-            ["0RO"], {"0": OK, "R": replace(LEFT, script="a script"), "O": OK},
-        ),
-        # The process ends at a clause, and another goes on with the next.
-        (
-            [([*_asked("0"), ("k", "R", None, ("text",))], -6), (_asked("O"), 0)],
-            ["0RO", "O"], {"0": OK, "R": replace(ABORTED, script="a script"), "O": OK},
-        ),
-        # Also where its documentation leaves that to the caller.
-        (
-            [([*_asked("0", "R"), ("k", "O", None, ())], -6)],
-            ["0RO"], {"0": OK, "R": OK, "O": Reading(UNDEFINED, note=f"{ABORTED.note}; documented: theirs")},
-        ),
-        # Clause 0 breaks, and nothing more is asked.
-        *(
-            ([([("k", "0", None, ()), ("k", "0", bad, ())], 0)], ["0RO"],
-             {"0": bad, "R": UNASKED, "O": UNASKED})
-            for bad in (BAD, LEFT)
-        ),
-        ([([], 1)], ["0RO"], {"0": breaks("does not load: ended its process with 1: ImportError: x"),
-                              "R": UNASKED, "O": UNASKED}),
-        ([([], None)], ["0RO"], {"0": breaks("does not load: no answer within 90 s"),
-                                 "R": UNASKED, "O": UNASKED}),
-        (
-            [([*_asked("0"), ("k", "R", None, ())], None), (_asked("O"), 0)],
-            ["0RO", "O"], {"0": OK, "R": breaks("no answer within 5 s"), "O": OK},
-        ),
-        ([([("k", "0", None, ()), ("k", "0", absent("no nvcc"), ())], 0)], ["0RO"],
-         {"0": absent("no nvcc"), "R": absent("no nvcc"), "O": absent("no nvcc")}),
+        ("", None, ""),
+        ("cpu", "sm_90", "runs on CPU tensors only"),
+        ("cuda", None, "needs a CUDA GPU"),
+        ("sm90", "sm_100", "needs an SM90 GPU (H100, H200); this is sm_100"),
+        ("sm100", "sm_90", "needs an SM100 GPU (B200, GB200); this is sm_90"),
+        # A B300 runs what a B200 runs.
+        ("sm100", "sm_103", ""),
     ],
-)  # fmt: skip
-def test_a_subject_is_asked_until_each_clause_has_an_answer(monkeypatch, ends, asked, found):
-    left, calls = [*ends], []
-
-    def call(function, module, questions, release, device, limit_s, timeout_s):
-        ((name, clauses),) = questions
-        calls.append("".join(clauses))
-        assert (function, module, name, release, device, limit_s) == (
-            runner.ask, "a.module", "k", RELEASE, "cpu", 5.0,
-        )  # fmt: skip
-        assert timeout_s == 90.0 + 5.0 * len(clauses)
-        told, code = left.pop(0)
-        return children.Ended(told, code, "", "ImportError: x\n", timeout_s)
-
-    def tried(said, texts, subject, release, limit_s):
-        assert (subject, release, limit_s) == (K, RELEASE, 5.0)
-        return replace(said, script="a script") if texts == ("text",) else said
-
-    monkeypatch.setattr(runner.children, "call", call)
-    monkeypatch.setattr(runner.scripts, "tried", tried)
-    answers = runner.answers("a.module", [K], RELEASE, "cpu", 5.0)
-    assert answers == {"k": found | {"W": absent("asked elsewhere")}}
-    assert calls == asked
+)
+def test_kernel_for_another_machine_names_what_it_needs(monkeypatch, needs, capability, reason):
+    machine = replace(runner.devices.machine(), capability=capability)
+    monkeypatch.setattr(runner.devices, "machine", lambda: machine)
+    assert runner.unavailable_reason(Subject("x", "rows", print, needs=needs)) == reason
 
 
-def test_no_process_is_started_for_what_was_stopped(monkeypatch):
-    monkeypatch.setattr(runner.children, "call", pytest.fail)
-    stop = threading.Event()
-    stop.set()
-    ended = absent("not asked: ended before")
-    assert runner.answers("m", [replace(K, asked=("0", "W"))], RELEASE, "cpu", stop=stop) == {
-        "k": {"0": ended, "W": absent("asked elsewhere")}
+# --- The audit
+
+MISDEEDS = {
+    # Without what the kernel before it has printed.
+    ("leaves", "0"): "ended its process with 3",
+    ("raises", "0"): "raises RuntimeError: no such configuration",
+    ("hangs", "0"): "no answer within 5 s",
+    ("ends its process", "R"): "ended its process with signal 6",
+    ("wrong shape", "0"): "returns shape (1, 2), expected (3, 2, 32)",
+    ("writes past its output", "0"): "writes outside out",
+    ("another dtype", "0"): "raises AssertionError: expected float8",
+}
+
+
+# One test: the kernels are audited together, once.
+def test_each_misdeed_is_an_answer_and_the_audit_goes_on(device, tmp_path):
+    found = [*runner.audit([str(HERE / "bad_kernels.py")], device, limit_s=5.0, scripts=tmp_path)]
+    by_name = {(one.kernel, one.clause): one for one in found}
+    assert {key: one.note for key, one in by_name.items() if one.verdict == BREAKS} == MISDEEDS
+    assert [by_name["right", clause].verdict for clause in "0RWO"] == [HOLDS] * 4
+    # A process that ends does not take the next clause with it.
+    assert [by_name["ends its process", clause].verdict for clause in "0W"] == [HOLDS] * 2
+    # A kernel that is wrong on clean input is asked nothing more.
+    for clause in "RW":
+        unasked = by_name["raises", clause]
+        assert (unasked.verdict, unasked.note) == (NOT_RUN, "not asked: wrong on clean input")
+    # What raises and what ends its process have a reproducer too.
+    shown = {key for key, one in by_name.items() if one.script}
+    assert shown >= {("raises", "0"), ("ends its process", "R"), ("another dtype", "0")}
+    assert (tmp_path / "ends_its_process_R.pt").is_file()
+
+
+def test_module_that_does_not_import_or_registers_nothing_is_an_answer(tmp_path, device):
+    texts = {
+        "broken.py": "def load():\n    import no_such_module\nload()\n",
+        "misnamed.py": "from staleproof import audit\naudit.rows(hiden=3)(print)\n",
+        "leaves.py": "import os\nos._exit(3)\n",
+        "nothing.py": "",
     }
-    # Nor one for a script.
-    stop.clear()
-    told = [*_asked("0"), ("k", "R", BAD, ("text",))]
-    monkeypatch.setattr(
-        runner.children, "call", lambda *a, **given: stop.set() or children.Ended(told, 0, "", "", 1.0)
+    modules = []
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        modules.append(str(tmp_path / name))
+    found = {Path(one.kernel).name: one for one in runner.audit(modules, device)}
+    assert all(one.unasked for one in found.values())
+    assert found["broken.py"].note == (
+        f"does not import: ModuleNotFoundError: No module named 'no_such_module' ({modules[0]}, line 2)"
     )
-    monkeypatch.setattr(runner.scripts, "tried", pytest.fail)
-    assert runner.answers("m", [K], RELEASE, "cpu", stop=stop)["k"]["R"] == BAD
+    assert found["misnamed.py"].note.endswith(f"({modules[1]}, line 2)")
+    assert "hiden: expected a size of rows" in found["misnamed.py"].note
+    assert found["leaves.py"].note == "does not import: ended with 3 and said: nothing"
+    assert found["nothing.py"].note == "registers no kernel"
 
 
-@pytest.mark.parametrize(
-    ("answers", "told", "exits"),
-    [
-        ([OK, BAD, OK], [("0", OK, ()), ("R", BAD, ()), ("R", BAD, ("case R",)), ("O", OK, ())], False),
-        ([breaks("in /site/k.py"), OK, OK], [("0", breaks("in k.py"), ())], False),
-        ([OK, (breaks("CUDA error"), False), OK], [("0", OK, ()), ("R", breaks("CUDA error"), ())], True),
-        ([absent(NO_REFERENCE), OK, OK], [("0", absent(NO_REFERENCE), ()), ("R", OK, ()), ("O", OK, ())],
-         False),
-        # What was imported is of another release.
-        ([OK, OK, OK], [("0", absent("from /another"), ())], False),
-    ],
-)  # fmt: skip
-def test_a_child_tells_each_answer_at_once_and_then_with_its_script(monkeypatch, answers, told, exits):
-    said, left, limits = [], [*answers], []
+def test_two_modules_with_a_kernel_of_one_name_are_refused(tmp_path, device):
+    text = "from staleproof import audit\n@audit.rows(reference=lambda x: x)\ndef k(x): return x + 0\n"
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match="modules: expected another name for each kernel, got 'k' in"):
+        [*runner.audit([str(tmp_path / "one.py"), str(tmp_path / "two.py")], device)]
 
-    class Exit(Exception):
-        pass
 
-    def leave(code):
-        raise Exit
-
-    def counterexamples(subject, release, clause, case=()):
-        return (f"case {clause}",) if case else (f"before {clause}",)
-
-    def answer(probe, subject, device):
-        one = left.pop(0)
-        return one if isinstance(one, tuple) else (one, True)
-
-    monkeypatch.setattr(runner, "subjects_of", lambda module: [K])
-    monkeypatch.setattr(runner, "load_module", lambda module: None)
-    monkeypatch.setattr(runner.devices, "select", lambda device: device)
-    monkeypatch.setattr(runner.packages, "make_importable", lambda subjects, release: None)
-    elsewhere = "from /another" if "from /another" in str(told) else None
-    monkeypatch.setattr(runner.packages, "imported_elsewhere", lambda subject, release: elsewhere)
-    monkeypatch.setattr(runner.packages, "other_torch", lambda subject, release: None)
-    monkeypatch.setattr(runner.scripts, "counterexamples", counterexamples)
-    monkeypatch.setattr(runner, "answer", answer)
-    monkeypatch.setattr(runner.children, "tell", said.append)
-    monkeypatch.setattr(runner.os, "_exit", leave)
-    monkeypatch.setattr(torch, "set_num_threads", limits.append)
-    monkeypatch.setattr(runner.faulthandler, "dump_traceback_later", lambda s, exit: limits.append((s, exit)))
-    monkeypatch.setattr(runner.faulthandler, "cancel_dump_traceback_later", lambda: limits.append("off"))
-    with pytest.raises(Exit) if exits else contextlib.nullcontext():
-        runner.ask("a.module", [("k", ["0", "R", "O"])], RELEASE, "cpu", 5.0)
-    clauses = list(dict.fromkeys(clause for clause, *_ in told))
-    wanted = []
-    for clause in clauses:
-        wanted += [("k", clause, None, (f"before {clause}",))]
-        wanted += [("k", *row) for row in told if row[0] == clause]
-    assert said == wanted
-    assert limits == [1] + [(5.0, True), "off"] * len(clauses)
+def test_kernel_that_cannot_run_here_is_not_run(tmp_path, monkeypatch, device):
+    (tmp_path / "mine.py").write_text("from staleproof import audit\naudit.rows()(lambda x: x)\n")
+    monkeypatch.setattr(runner, "unavailable_reason", lambda subject: "needs an SM100 GPU")
+    (tmp_path / "mine.py").write_text("from staleproof import audit\n@audit.rows()\ndef k(x): return x\n")
+    found = [*runner.audit([str(tmp_path / "mine.py")], device)]
+    assert {(one.clause, one.verdict, one.note) for one in found} == {
+        (clause, NOT_RUN, "needs an SM100 GPU") for clause in "0RWO"
+    }
 
 
 NO_COUNTS = (
     *("layout", "dtype", "q_len", "prepared", "planned", "empty_lse", "grouped", "padding_id", "in_place"),
-    *("reference", "inverse", "make", "pad_slot", "pad_index"),
+    *("reference", "inverse", "make"),
 )
 BY_CLAUSE = 'expected a text for each clause, such as {"R": "why"}, got'
 
@@ -759,13 +480,12 @@ BY_CLAUSE = 'expected a text for each clause, such as {"R": "why"}, got'
             "rows(documented={'R': ' '})",
             "documented of k: expected what the documentation says about R, got ' '",
         ),
-        ("rows(package='torch', versions='2.0')", "versions: expected a tuple of texts, got '2.0'"),
         (
             "rows(given=['fa2'])",
             """given: expected arguments by name, such as {"backend": "fa2"}, got ['fa2']""",
         ),
         ("rows(given={'bogus': 2})", "given: expected arguments of k, got bogus"),
-        ("attention(layout='pagd')", "layout of k: expected paged or mla or gathered, got 'pagd'"),
+        ("attention(layout='pagd')", "layout of k: expected paged or mla, got 'pagd'"),
         ("attention(q_len=-1)", "q_len of k: expected an integer of 0 or more, got -1"),
         ("attention(heads=3, kv_heads=2)", "heads of k: expected a multiple of kv_heads=2, got 3"),
     ],
@@ -775,14 +495,6 @@ def test_a_wrong_argument_of_a_decorator_is_refused_before_anything_runs(tmp_pat
     (tmp_path / "one.py").write_text(text)
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         runner.listed(str(tmp_path / "one.py"))
-
-
-def test_what_a_decorator_accepts_stays(tmp_path):
-    given = "name='one', skip={'W': 'why'}, documented={'R': 'one scale'}, versions=['2.0'], given={'by': 2}"
-    text = f"from staleproof import audit\n@audit.rows({given}, package='torch')\ndef k(x, by): return x\n"
-    (tmp_path / "one.py").write_text(text)
-    (one,) = runner.listed(str(tmp_path / "one.py"))
-    assert (one.name, one.skip, one.documented) == ("one", {"W": "why"}, {"R": "one scale"})
 
 
 def test_two_kernels_of_one_name_are_refused(tmp_path):

@@ -44,7 +44,7 @@ PLANNED, TRTLLM = ["__init__", "plan", "run"], "trtllm_batch_decode_with_kv_cach
     ],
 )
 def test_a_call_fits_the_signatures_of_the_installed_flashinfer(monkeypatch, backend, q_len, calls):
-    """What it gives them is told in test_adapters.py."""
+    """What it gives them is in test_adapters.py."""
     module, decode = (pytest.importorskip(f"flashinfer.{name}") for name in ("mla", "decode"))
     real, made = module.BatchMLAPagedAttentionWrapper, []
 

@@ -32,7 +32,7 @@ COMMANDS: dict[Callable[..., None], str] = {
     audit.audit: "Put kernels through the padding contract.",
     watch.watch: "Show what the watch of a live vLLM counts.",
     recorded.record: "Record all findings and timings of this machine.",
-    recorded.compare: "Compare two recorded runs, or two audits.",
+    recorded.compare: "Compare two recorded runs.",
 }
 for function, short in COMMANDS.items():
     app.command(function.__name__.rstrip("_"), short_help=short)(in_one_line(function))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from staleproof.cli.common import BadInputError, Device, findings_path, naming, obtain
+from staleproof.cli.common import Device, findings_path, naming, obtain
 from staleproof.incidents.registry import INCIDENTS
 
 
@@ -52,29 +52,22 @@ def record(
 
 
 def compare(
-    first: Annotated[str, typer.Argument(help="A run folder, a recorded machine's name, or a .jsonl audit.")],
+    first: Annotated[str, typer.Argument(help="A run folder, or a recorded machine's name.")],
     second: Annotated[str, typer.Argument(help="The one to compare with it.")],
 ) -> None:
-    """Compare two recorded runs, or two audits.
+    """Compare two recorded runs.
 
     The first line says whether they agree; then come verdicts that differ, then timings.
 
     \b
     Examples:
       staleproof compare nvidia-h200 my-runs/nvidia-b200
-      staleproof compare before.jsonl after.jsonl
 
-    Exit code 1: a verdict differs, or a clause got worse.
+    Exit code 1: a verdict differs.
     """
     from staleproof.cases import store
     from staleproof.report import terminal
-    from staleproof.report.audit import print_changes
 
-    if first.endswith(".jsonl") != second.endswith(".jsonl"):
-        raise BadInputError(f"second: expected two runs or two audits (.jsonl), got {first} and {second}")
-    if first.endswith(".jsonl"):
-        with naming("first or second"):
-            raise typer.Exit(print_changes(Path(first), Path(second)))
     with naming("first"):
         run = store.find(first)
     with naming("second"):

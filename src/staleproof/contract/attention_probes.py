@@ -1,4 +1,4 @@
-"""The probes of attention: one function a clause, each ``(kernel, shape, device) -> Reading``."""
+"""The probes of attention: one function a clause, each ``(kernel, shape, device) -> Answer``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from staleproof.cases.case import Reading, absent
-from staleproof.cases.compare import rounding
-from staleproof.contract.contract import BREAKS, breaks, holds
+from staleproof.check import bound
+from staleproof.contract import reproducer
+from staleproof.contract.contract import BREAKS, Answer, breaks, holds, not_run
+from staleproof.contract.reproducer import Example, keep
 from staleproof.contract.scenes import (
     Call,
     Shape,
@@ -24,8 +25,8 @@ from staleproof.contract.scenes import (
     reference,
 )
 from staleproof.evidence.canary import bits
+from staleproof.evidence.compare import rounding
 from staleproof.evidence.rows import FILLS, Fill, same_bits
-from staleproof.kernels.subject import bound
 
 NAN = float("nan")
 # With pages of 16 tokens: a page and part of another, part of one, and a whole one.
@@ -65,9 +66,15 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 def launcher(kernel: Kernel, call: Call, arguments: dict[str, Any] | None = None) -> Callable[[], Result]:
     """What launches the kernel on these tensors, again and again."""
     arguments = bound(kernel.call, call.arguments()) if arguments is None else arguments
+    keep(arguments)
     returns_launch = kernel.prepared or kernel.planned
     launch = kernel.call(**arguments) if returns_launch else partial(kernel.call, **arguments)
-    return lambda: _result(launch(), call, arguments)
+
+    def run() -> Result:
+        keep(arguments)
+        return _result(launch(), call, arguments)
+
+    return run
 
 
 def _result(returned: Any, call: Call, arguments: dict[str, Any]) -> Result:
@@ -76,8 +83,6 @@ def _result(returned: Any, call: Call, arguments: dict[str, Any]) -> Result:
     if not isinstance(out, torch.Tensor):
         raise WrongResultError(f"returns {type(out).__name__}, expected a tensor or a pair of them")
     wanted = tuple(call.out.shape)
-    if call.shape.layout == "gathered" and out.ndim == 4:
-        out = out.squeeze(2)
     if call.shape.q_len and out.ndim == 4:
         out = out.flatten(0, 1)
     if tuple(out.shape) != wanted:
@@ -109,19 +114,38 @@ def scaled(shape: Shape, lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(n // 16 * max(shape.page_size, 16) + n % 16 for n in lengths)
 
 
+def _tolerance(call: Call) -> float:
+    # Twice what a kernel rounds that scales q and k in its dtype. fp32 goes through an approximate exp, on a
+    # GPU also through TF32: 10 bits of mantissa.
+    return max(rounding(call.q.dtype, 8), 5e-3 if call.q.is_cuda else 2e-4)
+
+
 def wrong_rows(result: Result, call: Call) -> str:
     """One line about the first live row that is not the reference, or ``""``."""
     expected, expected_lse = reference(call)
     idle = ~call.live().cpu()
     expected[idle], expected_lse[idle] = NAN, NAN
-    # Twice what a kernel rounds that scales q and k in its dtype. fp32 goes through an approximate exp, on a
-    # GPU also through TF32: 10 bits of mantissa.
-    tolerance = max(rounding(call.q.dtype, 8), 5e-3 if call.q.is_cuda else 2e-4)
-    wrong = far_row(result[0], expected, tolerance)
-    return wrong or ("" if result[1] is None else far_lse(result[1], expected_lse, tolerance))
+    wrong = far_row(result[0], expected, _tolerance(call))
+    return wrong or ("" if result[1] is None else far_lse(result[1], expected_lse, _tolerance(call)))
 
 
-def clean_input(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def _right(call: Call, wrong: str = "") -> Example | None:
+    """The last call, whose live rows should be the reference's: of lse, if what is wrong names it."""
+    which = int(wrong.startswith("lse"))
+    expected = reference(call)[which].to(call.q.device)
+    return reproducer.right(expected, result=which, rows=call.live(), tolerance=_tolerance(call))
+
+
+def _same(
+    clean: Example | None, base: Result, which: str, rows: torch.Tensor | None = None
+) -> Example | None:
+    """The last call, in which the result of this name should have the bits of a call with clean memory."""
+    result = ("out", "lse").index(which)
+    found = base[result]
+    return None if found is None else reproducer.same(clean, found, result=result, rows=rows)
+
+
+def clean_input(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """0: the reference on clean input, and nothing written outside ``out``; also of one long request, of many
     with another scale, and finite for large scores."""
     call = make_call(shape, scaled(shape, LENGTHS), device)
@@ -132,25 +156,26 @@ def clean_input(kernel: Kernel, shape: Shape, device: str) -> Reading:
     try:
         result = run(kernel, call)
     except WrongResultError as error:
-        return breaks(str(error), "clean")
+        return breaks(str(error))
     if wrong := wrong_rows(result, call):
-        return breaks(wrong, "clean")
+        return breaks(wrong, _right(call, wrong))
     if not all(torch.equal(a, bits(x)) for a, x in zip(before, inputs, strict=True)):
-        return breaks("writes to its inputs", "clean")
+        return breaks("writes to its inputs")
     margins = call.guards[-1][[0, -1]]
     if not bool((margins == margins.new_full((), GARBAGE)).all()):
-        return breaks("writes outside out", "clean")
+        return breaks("writes outside out")
     named = bound(kernel.call, call.arguments())
     for name, got in zip(("out", "lse"), result, strict=True):
         if name in named and got is not None and not bool(same_bits(getattr(call, name), got).all()):
-            return breaks(f"its argument {name} does not hold what it returns", "clean")
+            return breaks(f"its argument {name} does not hold what it returns")
     for lengths in (LONG, MANY):
         more = make_call(shape, scaled(shape, lengths), device, seed=len(lengths))
         more.block_table = more.block_table[:, :-1].contiguous()
         if "softmax_scale" in named:
             more.softmax_scale /= len(lengths) ** 0.5
         if wrong := wrong_rows(run(kernel, more), more):
-            return breaks(f"{wrong}; requests: {len(lengths)}, tokens: up to {max(more.seq_lens.tolist())}")
+            sizes = f"requests: {len(lengths)}, tokens: up to {max(more.seq_lens.tolist())}"
+            return breaks(f"{wrong}; {sizes}", _right(more, wrong))
     call.q.mul_(64)
     if not all(bool(part.isfinite().all()) for part in run(kernel, call) if part is not None):
         return breaks("not finite where q is 64 times as large")
@@ -176,7 +201,7 @@ def _empty_row(out: torch.Tensor, again: torch.Tensor) -> str:
     return f"{out[out != 0][0]:.4g}, expected 0"
 
 
-def empty_rows(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> Reading:
+def empty_rows(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> Answer:
     """E: rows of empty requests after a launch in which they were live."""
     busy, idle = (9 + q_len, 18, 5 + q_len, 7), tuple(n and n + q_len for n in scaled(shape, WITH_EMPTY))
     q_lens = [q_len] * 4
@@ -186,12 +211,21 @@ def empty_rows(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> 
         first, lse = run(kernel, call)
         second, _ = run(kernel, call, fill=3.0)
         if wrong := wrong_rows((first, lse), call):
-            return breaks(f"beside an empty request {wrong}", "empty")
+            shown = _right(call, wrong)
+            last = make_call(shape, sorted(lengths, reverse=True), device, q_lens=q_lens)
+            right = not wrong_rows(run(kernel, last), last)
+            padded = "; with empty requests last it is right" if right else ""
+            between = f"an empty request between live ones, seq_lens {list(lengths)}: {wrong}{padded}"
+            return breaks(between, shown)
         for row in (~call.live()).nonzero().flatten().tolist():
+            empty = torch.arange(len(first), device=first.device) == row
+            where = f"row {row}, of an empty request (seq_lens {list(lengths)})"
             if what := _empty_row(first[row], second[row]):
-                return breaks(f"row of an empty request: {what}", "empty")
+                return breaks(f"{where}: {what}", reproducer.right(torch.zeros_like(first), rows=empty))
             if lse is not None and (off := lse[row] != kernel.empty_lse).any():
-                return breaks(f"lse of an empty request is {lse[row][off][0]:.4g}", "empty lse")
+                wanted = torch.full_like(lse, kernel.empty_lse)
+                note = f"{where}: lse is {lse[row][off][0]:.4g}, expected {kernel.empty_lse:.4g}"
+                return breaks(note, reproducer.right(wanted, result=1, rows=empty))
     return holds("" if lse is not None else "no lse asked for")
 
 
@@ -208,12 +242,13 @@ def _stale_places(call: Call) -> dict[str, list[torch.Tensor]]:
     return places | {"the null page": [k[0], v[0]], "pages past the end": whole}
 
 
-def stale_tail(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> Reading:
+def stale_tail(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> Answer:
     """T: whatever lies at or past seq_len, live rows keep their bits."""
     make = partial(make_call, shape, scaled(shape, LENGTHS), device, q_lens=[q_len] * len(LENGTHS))
-    base = run(kernel, make())
+    base, clean = run(kernel, make()), reproducer.last()
     live = make().live()
-    found = []
+    found: list[str] = []
+    shown = None
     for place in _stale_places(make()):
         for fill in STALE:
             call = make()
@@ -224,18 +259,15 @@ def stale_tail(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> 
                 part = now[0] if which == "out" else now[1]
                 what = "NaN" if part is not None and bool(part[live].isnan().any()) else "other bits"
                 what += "" if which == "out" else " in lse"
-                found.append((f"{fill.name} in {place} gives {what}", "tail", fill.name, place, which))
-    if not found:
-        return holds()
-    return breaks("; ".join(note for note, *_ in found), *found[0][1:])
+                shown = shown if found else _same(clean, base, which, live)
+                found.append(f"{fill.name} in {place} gives {what}")
+    return breaks("; ".join(found), shown) if found else holds()
 
 
-def table_past_the_need(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def table_past_the_need(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """B: entries past the need hold -1, an id past the end, or a far one. Guard pages hold NaN."""
-    if shape.layout == "gathered":
-        return absent("takes no block table")
     lengths = scaled(shape, LENGTHS)
-    base = run(kernel, make_call(shape, lengths, device))
+    base, clean = run(kernel, make_call(shape, lengths, device)), reproducer.last()
     call = make_call(shape, lengths, device)
     for buffer in call.guards[:-1]:
         buffer[[0, 1, -2, -1]] = NAN
@@ -246,15 +278,15 @@ def table_past_the_need(kernel: Kernel, shape: Shape, device: str) -> Reading:
         call.block_table[past] = page
         if which := changed(run(kernel, call), base):
             note = f"follows the entry {page} past the last page" + (" into lse" if which == "lse" else "")
-            return breaks(note, "table", str(page), which)
+            return breaks(note, _same(clean, base, which))
     return holds()
 
 
-def other_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def other_rows(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """R: with other content in every other row and in its pages, a live row keeps its bits. A row's own NaN
     stays one."""
     lengths = scaled(shape, (19, 0, 5, 16))
-    base = run(kernel, make_call(shape, lengths, device))
+    base, clean = run(kernel, make_call(shape, lengths, device)), reproducer.last()
     for fill in FILLS[0], FILLS[2], FILLS[3]:
         for kept in ((0,), (2, 3)):
             call = make_call(shape, lengths, device)
@@ -267,18 +299,24 @@ def other_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
             for request in kept:
                 if which := changed(now, base, call.rows(request)):
                     what = f"row {request}" + (" of lse" if which == "lse" else "")
-                    return breaks(f"{fill.name} in another row changes {what}", "rows", fill.name)
+                    rows = torch.zeros_like(call.live())
+                    rows[call.rows(request)] = True
+                    shown = _same(clean, base, which, rows)
+                    return breaks(f"{fill.name} in another row changes {what}", shown)
             for request in {0, 2, 3} - set(kept) if fill is FILLS[0] else ():
                 if not bool(now[0][call.rows(request)].isnan().any()):
-                    return breaks(f"the NaN of request {request} is hidden: its own row holds numbers")
+                    hidden = f"the NaN of request {request} is hidden, its own row holds numbers"
+                    return breaks(f"{hidden}; seq_lens {call.seq_lens.tolist()}")
     return holds()
 
 
 def _captured(kernel: Kernel, launch: Callable[[], Result], on_gpu: bool) -> tuple[Callable[[], Result], str]:
     """A replay of the captured launch on CUDA; elsewhere the launch itself, and a note that says so."""
     # Asks where the kernel runs, not whether there is a GPU: a graph records nothing of a kernel on the CPU.
-    if not on_gpu or kernel.planned:
-        return launch, "launched again, not captured"
+    if not on_gpu:
+        return launch, "launched again; capture in a CUDA graph was not tried, so a host sync would not show"
+    if kernel.planned:
+        return launch, "launched again with a new plan, not captured"
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -315,13 +353,11 @@ def _kept_empty(kernel: Kernel, call: Call, now: Result) -> str:
     return f"lse of an empty request is {off[0]:.4g}" if len(off) else ""
 
 
-def replays(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def replays(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """N: one set of buffers; the live count falls and rises between replays, and other inputs change too."""
     full, one, others = (scaled(shape, n) for n in ((19, 5, 16, 9), (19, 0, 0, 0), (0, 5, 16, 0)))
     starts = torch.tensor([[0, 2, 3, 4, 6], [0, 1, 3, 5, 6]], device=device)
     call = make_call(shape, full, device, q_lens=starts[0].diff().tolist() if shape.q_len == 0 else None)
-    if shape.layout == "gathered":
-        return absent("takes no seq_lens: the mask is an input")
     launch, note = _captured(kernel, launcher(kernel, call), call.q.is_cuda)
     for number, lengths in enumerate((full, one, full, others, full)):
         call.seq_lens.copy_(torch.tensor(lengths))
@@ -340,14 +376,14 @@ def replays(kernel: Kernel, shape: Shape, device: str) -> Reading:
         out, lse = launch()
         now = out.clone(), None if lse is None else lse.clone()
         if wrong := wrong_rows(now, call) or _kept_empty(kernel, call, now):
-            return breaks(f"replayed with seq_lens {list(lengths)}: {wrong}", "replay")
+            return breaks(f"replayed with seq_lens {list(lengths)}: {wrong}", _right(call, wrong))
     return holds(note)
 
 
-def spare_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def spare_rows(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """U: rows of q and out past the last of ``query_start_loc``."""
     if shape.q_len != 0:
-        return absent("takes one row a request, not cu_seqlens")
+        return not_run("takes one row a request, not cu_seqlens")
     make = partial(make_call, shape, scaled(shape, LENGTHS), device, q_lens=(3, 1, 2))
     base = run(kernel, make())
     live = len(base[0])
@@ -357,24 +393,27 @@ def spare_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
         fill(call.q[live:])
         first, lse = run(kernel, call, fill=NAN)
         second, _ = run(kernel, call, fill=3.0)
+        spare = torch.arange(len(first), device=first.device) >= live
         if changed((first[:live], None if lse is None else lse[:live]), base):
-            return breaks(f"{fill.name} in q past the end changes a live row", "spare", fill.name)
+            return breaks(f"{fill.name} in q past the end changes a live row")
         if "out" in bound(kernel.call, call.arguments()):
             if not bool(first[live:].isnan().all() and (second[live:] == 3).all()):
-                return breaks("writes rows of out past the end", "spare", fill.name)
+                kept = reproducer.right(torch.full_like(first, 3.0), rows=spare)
+                return breaks("writes rows of out past the end", kept)
         elif not bool((first[live:] == 0).all() and (second[live:] == 0).all()):
-            return breaks("rows past the end hold what the memory held", "spare", fill.name)
+            note = "rows past the end hold what the memory held"
+            return breaks(note, reproducer.right(torch.zeros_like(first), rows=spare))
     return holds()
 
 
-def several_query_tokens(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def several_query_tokens(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """Q: clean input, stale tails and empty requests with 2 query tokens each, and clean input with some."""
     if shape.q_len == 1:
-        return absent("takes one query token a request")
+        return not_run("takes one query token a request")
     for q_lens in ((2, 2, 2), (3, 1, 2))[: 1 if shape.q_len else 2]:
         call = make_call(shape, scaled(shape, LENGTHS), device, q_lens=q_lens)
         if wrong := wrong_rows(run(kernel, call), call):
-            return breaks(wrong, "clean")
+            return breaks(wrong, _right(call, wrong))
     for clause, probe in (("T", stale_tail), ("E", empty_rows)):
         found = probe(kernel, shape, device, q_len=2)
         # A failure that also occurs with one query token belongs to the other clause.
@@ -383,7 +422,7 @@ def several_query_tokens(kernel: Kernel, shape: Shape, device: str) -> Reading:
     return holds()
 
 
-def trace_of_a_launch(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def trace_of_a_launch(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """L: the same bits before and after a longer launch full of NaN."""
     call = make_call(shape, scaled(shape, LENGTHS), device)
     base = run(kernel, call)
@@ -394,11 +433,11 @@ def trace_of_a_launch(kernel: Kernel, shape: Shape, device: str) -> Reading:
             x.fill_(NAN)
         run(kernel, bad)
         if changed(run(kernel, call), base):
-            return breaks("a launch full of NaN changes the next one", "trace")
+            return breaks("a launch full of NaN changes the next one")
     return holds()
 
 
-def kept_addresses(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def kept_addresses(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """A: an earlier result stays as it is, new tensors are used, and a graph survives a larger call."""
     call = make_call(shape, scaled(shape, LENGTHS), device)
     captured, note = _captured(kernel, launcher(kernel, call), call.q.is_cuda)
@@ -407,9 +446,9 @@ def kept_addresses(kernel: Kernel, shape: Shape, device: str) -> Reading:
     other = make_call(shape, scaled(shape, LENGTHS), device, seed=3)
     second = launcher(kernel, other)()
     if wrong := wrong_rows(second, other):
-        return breaks(f"new tensors of the same shape: {wrong}", "address")
+        return breaks(f"new tensors of the same shape: {wrong}", _right(other, wrong))
     if changed(first, base):
-        return breaks("the next call overwrites the result of this one", "address")
+        return breaks("the next call overwrites the result of this one")
     larger = make_call(shape, scaled(shape, (50, 40, 33, 20, 5)), device, seed=4)
     launcher(kernel, larger)()
     del other, second, larger
@@ -420,11 +459,11 @@ def kept_addresses(kernel: Kernel, shape: Shape, device: str) -> Reading:
         del junk
     call.out.fill_(NAN)
     if changed(captured(), base):
-        return breaks("a launch recorded before a larger call gives other bits after it", "address")
+        return breaks("a launch recorded before a larger call gives other bits after it")
     return holds(note)
 
 
-def behind(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def behind(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """O: with each operand at the end of its memory, the bytes behind it change no bit."""
     call = make_call(shape, scaled(shape, LENGTHS), device)
 
@@ -435,7 +474,7 @@ def behind(kernel: Kernel, shape: Shape, device: str) -> Reading:
     return behind_operands(results, bound(kernel.call, call.arguments()))
 
 
-PROBES: dict[str, Callable[[Kernel, Shape, str], Reading]] = {
+PROBES: dict[str, Callable[[Kernel, Shape, str], Answer]] = {
     "0": clean_input,
     "E": empty_rows,
     "T": stale_tail,

@@ -1,6 +1,6 @@
 """``pytest --padding-contract my_module.py``: one test for each kernel that a module registers and clause.
 
-A broken clause fails with its counterexample; one that was not run, or that the kernel's documentation
+A broken clause fails with its reproducer; one that was not run, or that the kernel's documentation
 leaves to the caller, is skipped with the reason. Kernels run in processes of their own.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from staleproof.cases.finding import Finding
+    from staleproof.contract.contract import Answer
 
 # Other files of a run are not imported a second time.
 _REGISTERS = re.compile(
@@ -47,8 +47,8 @@ class ContractFile(pytest.File):
     """A module that registers kernels."""
 
     def collect(self) -> Iterable[pytest.Item]:
-        from staleproof.cases.children import ChildError
-        from staleproof.contract.cases import subjects_in
+        from staleproof.child import ChildError
+        from staleproof.contract.runner import subjects_in
 
         try:
             subjects = subjects_in(str(self.path))
@@ -60,12 +60,19 @@ class ContractFile(pytest.File):
                 yield ContractItem.from_parent(self, name=name, asked=(subject.name, clause))
 
     @cached_property
-    def answers(self) -> dict[tuple[str, str], Finding]:
-        """The answers of all kernels of the file; they come together, at the first test."""
-        from staleproof.contract.cases import audit
+    def scripts(self) -> Path | None:
+        """The folder for reproducers, in pytest's cache; ``None`` without one."""
+        cache = getattr(self.config, "cache", None)
+        return None if cache is None else Path(cache.mkdir("padding-contract"))
 
-        found = audit([str(self.path)], self.config.getoption("--padding-contract-device"))
-        return {(one.variant, one.question): one for one in found}
+    @cached_property
+    def answers(self) -> dict[tuple[str, str], Answer]:
+        """The answers of all kernels of the file; they come together, at the first test."""
+        from staleproof.contract.runner import audit
+
+        device = self.config.getoption("--padding-contract-device")
+        found = audit([str(self.path)], device, scripts=self.scripts)
+        return {(one.kernel, one.clause): one for one in found}
 
 
 class ContractItem(pytest.Item):
@@ -81,13 +88,15 @@ class ContractItem(pytest.Item):
 
     def runtest(self) -> None:
         from staleproof.contract.contract import BREAKS, CLAUSES, HOLDS
+        from staleproof.contract.reproducer import name_of
 
         assert isinstance(self.parent, ContractFile)
         found = self.parent.answers[self.asked]
         if found.verdict == BREAKS:
-            script = f"\n\n{found.script}" if found.script else ""
-            sentence = f"clause {found.question}: {CLAUSES[found.question]}"
-            raise BrokenClauseError(f"{sentence}\n{found.note}{script}")
+            shown = f"clause {found.clause}: {CLAUSES[found.clause]}\n{found.note}"
+            if found.script:
+                shown += f"\n\n{found.script}\n{self.parent.scripts}/{name_of(*self.asked)}.py runs alone"
+            raise BrokenClauseError(shown)
         if found.verdict != HOLDS:
             pytest.skip(found.note)
 

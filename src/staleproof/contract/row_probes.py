@@ -1,4 +1,4 @@
-"""The probes of everything but attention: one function a clause, each ``(kernel, shape, device) -> Reading``.
+"""The probes of all kinds but attention: one function a clause, each ``(kernel, shape, device) -> Answer``.
 
 ``kernel`` is the function under audit, called with the arguments that it names; ``shape`` holds what its
 decorator was given.
@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any
 
 import torch
 
-from staleproof.cases.case import Reading, absent
-from staleproof.cases.compare import rounding
-from staleproof.contract import scenes
-from staleproof.contract.contract import NO_REFERENCE, SettingError, breaks, holds
+from staleproof.check import bound
+from staleproof.contract import reproducer, scenes
+from staleproof.contract.contract import NO_REFERENCE, Answer, SettingError, breaks, holds, not_run
+from staleproof.contract.reproducer import Example, keep, last, routed
 from staleproof.evidence.canary import bits
-from staleproof.evidence.rows import FILLS, Fill, same_bits
-from staleproof.kernels.subject import bound
+from staleproof.evidence.compare import rounding
+from staleproof.evidence.rows import FILLS, same_bits
 
 NAN, INF = float("nan"), float("inf")
 Kernel = Callable[..., Any]
 Shape = dict[str, Any]
 Known = dict[str, Any]
-Probe = Callable[[Kernel, Shape, str], Reading]
+Probe = Callable[[Kernel, Shape, str], Answer]
 ROWS = 6
 # Rows of more than a tile, and its row of zeros, as a cleared row of padding is.
 MORE, ZERO_ROW = 37, 5
-# For kernels that take seconds under Triton's interpreter.
-NAN_AND_NOISE = (FILLS[0], FILLS[3])
 
 
 def _random(*dims: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -46,7 +44,9 @@ def _several(returned: Any) -> Sequence[Any]:
 def _results(kernel: Kernel, known: Known, fill: float = NAN) -> list[torch.Tensor]:
     """The tensors that a kernel returns; memory that it allocates holds ``fill`` before."""
     with scenes.dirty_memory(fill):
-        returned = kernel(**bound(kernel, known))
+        arguments = bound(kernel, known)
+        keep(arguments)
+        returned = kernel(**arguments)
     return [part for part in _several(returned) if isinstance(part, torch.Tensor)]
 
 
@@ -123,12 +123,8 @@ def _memory(x: torch.Tensor) -> int:
 
 
 def _in_turn(
-    kernel: Kernel,
-    calls: Iterable[Known],
-    wrong: Callable[..., str],
-    edits: Sequence[str] = (),
-    case: str = "clean",
-) -> Reading | None:
+    kernel: Kernel, calls: Iterable[Known], wrong: Callable[..., str], edits: Sequence[str] = ()
+) -> Answer | None:
     """A break, if one of several calls is wrong, one after the other, or leaves a trace.
 
     Args:
@@ -137,7 +133,6 @@ def _in_turn(
             tensors.
         wrong: ``wrong(before, after, results)``, with the arguments before and after the call.
         edits: arguments that the kernel may write, beside those whose memory it returns.
-        case: of the break, for a script.
     """
     known: Known = {}
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -151,14 +146,14 @@ def _in_turn(
         before = {**known, **{name: known[name].clone() for name in tensors}}
         results = _results(kernel, known, 3.0)
         if said := wrong(before, known, results):
-            return breaks(said, case)
+            return breaks(said)
         returned_in = {_memory(x) for x in results}
         for name in tensors:
             may = name in edits or _memory(known[name]) in returned_in
             if not may and not torch.equal(bits(before[name]), bits(known[name])):
-                return breaks(f"writes to {name}", case)
+                return breaks(f"writes to {name}")
         if not all(torch.equal(bits(x), bits(copy)) for x, copy in kept):
-            return breaks("overwrites what an earlier call returned", case)
+            return breaks("overwrites what an earlier call returned")
         mine = {_memory(known[name]) for name in tensors}
         kept += [(x, x.clone()) for x in results if _memory(x) not in mine]
     return None
@@ -197,6 +192,15 @@ def _router_input(kernel: Kernel, shape: Shape, logits: torch.Tensor) -> Known:
     known: Known = {"router_logits": logits, "top_k": shape.get("top_k", 4)}
     nothing = {"bias": logits.new_zeros(logits.shape[1]), "is_padding": logits.new_zeros(len(logits)).bool()}
     return known | {name: x for name, x in nothing.items() if _needs(kernel, name)}
+
+
+def _repeated(kernel: Kernel, shape: Shape, logits: torch.Tensor, **more: Any) -> Any:
+    """An example of bad ids: the call again, and its first row that is at fault."""
+    found = _call(kernel, _router_input(kernel, shape, logits) | more)
+    ids, experts = _ids_last(found)[1], logits.shape[1]
+    result = next(n for n, part in enumerate(found) if part is ids)
+    row = next((row for row in range(len(ids)) if _bad_ids(ids[row : row + 1], experts)), None)
+    return None if row is None else routed(row, result, experts)
 
 
 def _ids_last(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -290,7 +294,7 @@ def _routed_off(
     return _weights_off(logits, weights, ids)
 
 
-def right_experts(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def right_experts(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """0: on numbers, the best experts of each row, with the weights of softmax or sigmoid, or a reference."""
     notes = set()
 
@@ -309,13 +313,13 @@ def right_experts(kernel: Kernel, shape: Shape, device: str) -> Reading:
         bias = torch.zeros_like(logits[0]).index_fill_(0, torch.tensor(least, device=device), 10.0)
         weights, ids = _route(kernel, shape, logits, bias=bias)
         if not bool((ids == least).any(1).all()):
-            return breaks("an expert with a bias of 10 is not chosen", "clean")
+            return breaks("an expert with a bias of 10 is not chosen")
         # Added to the scores that choose, or to the logits.
         with_bias = [_weights_off(each, weights, ids) for each in (logits, logits + bias)]
         if ("", "") not in with_bias:
             notes.add("with a bias they are of no known form")
     unknown = next(filter(None, sorted(notes)), "")
-    return absent(f"{NO_REFERENCE} for weights: {unknown}") if unknown else holds()
+    return not_run(f"{NO_REFERENCE} for weights: {unknown}") if unknown else holds()
 
 
 # What is wrong with rows 1 and 4: name, columns, value. The other rows stay as they are.
@@ -332,41 +336,43 @@ _ODD_ROWS = (
 )
 
 
-def ids_under_nan(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def ids_under_nan(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """I: distinct ids in range in every row, and the finite rows as they were."""
     clean = _logits(shape, device)
     base = _route(kernel, shape, clean)
     finite = torch.tensor([True, False, True, True, False, True], device=device)
-    found = []
+    found: list[str] = []
+    shown = None
     for name, columns, value in _ODD_ROWS:
         logits = clean.clone()
         logits[1, columns], logits[4, columns] = value, value
         weights, ids = _route(kernel, shape, logits)
         same = torch.equal(ids[finite], base[1][finite]) and same_bits(weights, base[0])[finite].all()
         if wrong := _bad_ids(ids, logits.shape[1]) or ("" if same else "a finite row changes"):
-            found.append((f"{name}: {wrong}", name))
-    return breaks("; ".join(note for note, _ in found[:3]), "logits", found[0][1]) if found else holds()
+            shown = shown if found else _repeated(kernel, shape, logits)
+            found.append(f"{name}: {wrong}")
+    return breaks("; ".join(found[:3]), shown) if found else holds()
 
 
-def ids_under_nan_bias(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def ids_under_nan_bias(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """Ib: the same with a bias of NaN, whole and in one expert."""
     logits = _logits(shape, device)
     if not _takes(kernel, "bias"):
-        return absent("takes no bias")
+        return not_run("takes no bias")
     for name, columns in (("all of the bias NaN", slice(None)), ("one NaN in the bias", slice(0, 1))):
         bias = torch.zeros(logits.shape[1], device=device)
         bias[columns] = NAN
         _, ids = _route(kernel, shape, logits, bias=bias)
         if wrong := _bad_ids(ids, logits.shape[1]):
-            return breaks(f"{name}: {wrong}", "bias", name)
+            return breaks(f"{name}: {wrong}", _repeated(kernel, shape, logits, bias=bias))
     return holds()
 
 
-def padding_mask(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def padding_mask(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """P: padding rows choose no expert or the padding id, with weight 0; other rows stay as they are."""
     logits = _logits(shape, device)
     if not _takes(kernel, "is_padding"):
-        return absent("takes no padding mask")
+        return not_run("takes no padding mask")
     weights, ids = _route(kernel, shape, logits)
     mask = torch.zeros(ROWS, dtype=torch.bool, device=device)
     for rows in ([1, 4], [0, 3]):
@@ -374,28 +380,31 @@ def padding_mask(kernel: Kernel, shape: Shape, device: str) -> Reading:
         masked = logits.masked_fill(mask[:, None], NAN)
         masked_weights, masked_ids = _route(kernel, shape, masked, is_padding=mask)
         if not bool((masked_ids[mask] == shape.get("padding_id", -1)).all()):
-            return breaks(f"a padding row has the ids {masked_ids[rows[0]].tolist()}", "mask")
+            return breaks(f"a padding row has the ids {masked_ids[rows[0]].tolist()}")
         if not bool((masked_weights[mask] == 0).all()):
-            return breaks("a padding row has a weight", "mask")
+            return breaks("a padding row has a weight")
         if not (same_bits(masked_weights, weights)[~mask].all() and masked_ids[~mask].equal(ids[~mask])):
-            return breaks("the mask changes another row", "mask")
+            return breaks("the mask changes another row")
     return holds()
 
 
-def routes_alone(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def routes_alone(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """R: content of the last rows changes no other."""
     clean = _logits(shape, device)
-    base = _route(kernel, shape, clean)
+    base, before = _call(kernel, _router_input(kernel, shape, clean))[:2], last()
+    live = torch.arange(ROWS, device=device) < 3
     for fill in FILLS:
         logits = clean.clone()
         fill(logits[3:])
-        now = _route(kernel, shape, logits)
-        if not all(bool(same_bits(a, b)[:3].all()) for a, b in zip(base, now, strict=True)):
-            return breaks(f"{fill.name} in other rows changes a live row", "rows", fill.name)
+        now = _call(kernel, _router_input(kernel, shape, logits))[:2]
+        for number, (a, b) in enumerate(zip(base, now, strict=True)):
+            if not bool(same_bits(a, b)[live].all()):
+                shown = reproducer.same(before, a, result=number, rows=live)
+                return breaks(f"{fill.name} in other rows changes a live row", shown)
     return holds()
 
 
-# Rows: (x) -> tensors; ragged: (x, starts) -> tensors
+# Rows: (x) -> tensors
 
 # Values of a quantiser -> the largest, half a step relative to the number, and the smallest step.
 _QUANTISED = {
@@ -405,12 +414,9 @@ _QUANTISED = {
 }
 
 
-def _rows(
-    shape: Shape, device: str, rows: int = ROWS, seed: int = 0, starts: Sequence[int] = (0, 3, 4, ROWS)
-) -> Known:
+def _rows(shape: Shape, device: str, rows: int = ROWS, seed: int = 0) -> Known:
     dtype = scenes.usual_dtype(device, shape.get("dtype", ""))
-    x = _random(rows, shape.get("hidden", 64), seed=seed, device=device, dtype=dtype)
-    return {"x": x, "starts": torch.tensor(starts, dtype=torch.int32, device=device)}
+    return {"x": _random(rows, shape.get("hidden", 64), seed=seed, device=device, dtype=dtype)}
 
 
 def _scales(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
@@ -441,7 +447,7 @@ def _quantised_off(values: torch.Tensor, scales: torch.Tensor, expected: torch.T
     return ""
 
 
-def _against(results: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: int, *more: Any) -> str:
+def _against(results: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: int) -> str:
     """What differs from the reference; :data:`NO_REFERENCE` if there is none for every result."""
     x, gave = x.cpu().double()[:live], [part.cpu() for part in results]
     if shape.get("inverse"):
@@ -455,7 +461,7 @@ def _against(results: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: i
     has_reference = shape.get("reference") is not None
     if not has_reference and not (quantised and dynamic):
         return NO_REFERENCE
-    wanted = _tensors(shape, "reference", x, *(part.cpu() for part in more)) if has_reference else [x]
+    wanted = _tensors(shape, "reference", x) if has_reference else [x]
     if quantised:
         right = wanted[0]
         if gave[0][:live].shape != right[:live].shape:
@@ -489,50 +495,51 @@ def _first(x: torch.Tensor, rows: int | None) -> torch.Tensor:
     return torch.atleast_1d(x)[:rows]
 
 
-def same_twice(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def same_twice(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """0: the reference; finite results, the same bits twice, and the input as it was."""
     given = _rows(shape, device)
     x, before = given["x"], given["x"].clone()
     # Over finite memory: what is not written is another clause's.
     first, second = _call(kernel, given, 3.0), _call(kernel, given | {"x": before.clone()}, 3.0)
     if not first:
-        return breaks("returns no tensor", "clean")
+        return breaks("returns no tensor")
     if not shape.get("in_place") and not torch.equal(x, before):
-        return breaks("writes to its input", "clean")
+        return breaks("writes to its input")
     if any(not bool(out.float().isfinite().all()) for out in first if out.is_floating_point()):
-        return breaks("not finite on clean input", "clean")
+        return breaks("not finite on clean input")
     if not scenes.same_results(first, second):
-        return breaks("other bits the second time", "clean")
-    more = ["starts"] * _takes(kernel, "starts")
+        return breaks("other bits the second time")
 
     def off(known: Known, after: Known, results: Sequence[torch.Tensor]) -> str:
         x = known["x"]
-        said = _against([*results], shape, x, shape.get("live_rows", len(x)), *map(known.__getitem__, more))
+        said = _against([*results], shape, x, shape.get("live_rows", len(x)))
         return said + ", which is zeros" * (f"row {ZERO_ROW} " in said and not x[ZERO_ROW].any())
 
     wrong = off(given | {"x": before}, {}, first)
     if wrong.startswith(NO_REFERENCE):
-        return absent(wrong)
+        return not_run(wrong)
     if wrong:
-        return breaks(f"not the reference: {wrong}", "clean")
-    calls = [given | {"x": before.clone()}, _rows(shape, device, ROWS, 1, (0, 2, 2, ROWS))]
+        return breaks(f"not the reference: {wrong}")
+    calls = [given | {"x": before.clone()}, _rows(shape, device, ROWS, 1)]
     if "live_rows" not in shape:
-        many = _rows(shape, device, MORE, 3, (0, 20, 20, 21, 30, MORE))
+        many = _rows(shape, device, MORE, 3)
         # Not zeros for quantisers: they often compute 0 / 0 there, which affects that row only.
         many["x"][ZERO_ROW] *= first[0].dtype in _QUANTISED
-        calls += [_rows(shape, device, 1, 2, (0, 1)), many]
+        calls += [_rows(shape, device, 1, 2), many]
     return _in_turn(kernel, calls, off, ["x"] * shape.get("in_place", False)) or holds()
 
 
-def row_alone(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def row_alone(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """R: with other content in every other row, a live row and its scale keep their bits.
 
     Where the reference makes NaN of a NaN, so must the kernel.
     """
     # Of rows past the live ones a kernel need make nothing.
     x, compares = _rows(shape, device)["x"], bool(shape.get("reference")) and "live_rows" not in shape
-    base = _call(kernel, {"x": x.clone()})
-    found: dict[str, str] = {}
+    base, clean = _call(kernel, {"x": x.clone()}), last()
+    # What changes -> the fills that change it.
+    found: dict[str, dict[str, None]] = {}
+    shown = None
     lives = [[*range(shape["live_rows"])]] if "live_rows" in shape else [[0, 1, 2, 3], [1], [4]]
     for fill in FILLS:
         for live in lives:
@@ -549,8 +556,10 @@ def row_alone(kernel: Kernel, shape: Shape, device: str) -> Reading:
                 if hidden.any() and hidden.equal(right.isnan()):
                     return breaks("the NaN of a row is hidden: its own result holds numbers")
             if changed := _changed(base, now, live):
-                found.setdefault(fill.name, f"{fill.name} in other rows changes {changed}")
-    return breaks("; ".join(found.values()), "rows", next(iter(found))) if found else holds()
+                shown = shown if found else _kept_rows(clean, base, now, live)
+                found.setdefault(changed, {})[fill.name] = None
+    notes = (f"{', '.join(fills)} in other rows: changes {what}" for what, fills in found.items())
+    return breaks("; ".join(notes), shown) if found else holds()
 
 
 def _changed(base: Sequence[torch.Tensor], now: Sequence[torch.Tensor], live: Sequence[int]) -> str:
@@ -565,353 +574,70 @@ def _changed(base: Sequence[torch.Tensor], now: Sequence[torch.Tensor], live: Se
     return ""
 
 
-def all_written(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def _kept_rows(
+    clean: Example | None, base: Sequence[torch.Tensor], now: Sequence[torch.Tensor], live: Sequence[int]
+) -> Example | None:
+    """An example of live rows that should have kept their bits: of the first result that differs."""
+    for number, (a, b) in enumerate(zip(base, now, strict=True)):
+        if a.shape != b.shape:
+            continue
+        if not a.ndim or a.shape[0] != ROWS:
+            if not torch.equal(bits(a), bits(b)):
+                return reproducer.same(clean, a, result=number)
+        elif not bool(same_bits(a, b)[[*live]].all()):
+            return reproducer.same(clean, a, result=number, rows=_mask(live, a.device))
+    return None
+
+
+def _mask(rows: Sequence[int], device: torch.device) -> torch.Tensor:
+    mask = torch.zeros(ROWS, dtype=torch.bool, device=device)
+    mask[[*rows]] = True
+    return mask
+
+
+def all_written(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """W: no byte of the result depends on what the memory held, at a number of rows that is no tile."""
     first, second = (_call(kernel, _rows(shape, device, 5), fill) for fill in (NAN, 3.0))
     for number, (a, b) in enumerate(zip(first, second, strict=True)):
         if stale := int((bits(a.contiguous()) != bits(b.contiguous())).sum()):
-            return breaks(f"{stale} of {a.numel()} elements of result {number} are not written", "written")
+            note = f"{stale} of {a.numel()} elements of result {number} are not written"
+            # In a script, where torch fills new memory with NaN, integers would not show.
+            shown = None
+            if a.is_floating_point():
+                shown = reproducer.written(a.float().isnan() & ~b.float().isnan(), result=number)
+            return breaks(note, shown)
     return holds()
 
 
-def ragged_replays(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """N: the same tensors, with other starts in them, against fresh tensors."""
-    known = _rows(shape, device)
-    for given in ((0, 3, 4, 6), (0, 1, 2, 6), (0, 2, 2, 6), (0, 3, 4, 6)):
-        known["starts"].copy_(torch.tensor(given))
-        if not scenes.same_results(_call(kernel, known), _call(kernel, _rows(shape, device, starts=given))):
-            return breaks(f"starts edited in place to {list(given)}: the result of other starts", "starts")
-    return holds()
-
-
-def ragged_spare_rows(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """U: rows past the last start are zeros in memory that the kernel allocates, and change nothing."""
-    known = _rows(shape, device, starts=(0, 2, 3, 4))
-    base = _call(kernel, known)
-    for fill in NAN_AND_NOISE:
-        fill(known["x"][4:])
-        first, second = (_call(kernel, known, memory) for memory in (NAN, 3.0))
-        for before, a, b in zip(base, first, second, strict=True):
-            if not bool(same_bits(before, a)[:4].all()):
-                return breaks(f"{fill.name} past the last start changes a live row", "spare", fill.name)
-            if not torch.equal(bits(a), bits(b)):
-                return breaks("rows past the last start hold what the memory held", "spare", fill.name)
-            if not bool((a[4:] == 0).all()):
-                return breaks(f"rows past the last start hold {a[4].flatten()[0]:.4g}", "spare", fill.name)
-    return holds()
-
-
-# KV writes: (key, value, k_cache, v_cache, slot_mapping)
-
-PAGE, PAGES, TOKENS = 16, 4, 5
-
-
-_SLOTS = (17, 35, 40, 20, 63)
-_CACHES = ("k_cache", "v_cache", "k_buffer", "v_buffer")
-
-
-def _cache_scene(shape: Shape, device: str, slots: Sequence[int] = _SLOTS, seed: int = 0) -> Known:
-    heads, dim = shape.get("kv_heads", 2), shape.get("head_dim", 32)
-    key, value = (_random(len(slots), heads, dim, seed=seed + part, device=device) for part in (0, 1))
-    pages, inside = PAGES + 2 * scenes.GUARD, slice(scenes.GUARD, -scenes.GUARD)
-    k, v = (_random(pages, PAGE, heads, dim, seed=seed + part, device=device) for part in (2, 3))
-    known = {"key": key, "value": value, "slot_mapping": torch.tensor(slots, device=device)}
-    return known | {"k_cache": k[inside], "v_cache": v[inside], "k_buffer": k, "v_buffer": v}
-
-
-def _written(pad: int, before: Known, after: Known, results: Sequence[torch.Tensor] = ()) -> str:
-    """What differs from the cache that the slots ask for, pages before and behind it included."""
-    for name, source in (("k", "key"), ("v", "value")):
-        expected, buffer = (known[f"{name}_buffer"].flatten(0, 1) for known in (before, after))
-        for token, slot in enumerate(before["slot_mapping"].tolist()):
-            if slot != pad:
-                expected[scenes.GUARD * PAGE + slot] = before[source][token]
-        off = ~same_bits(expected, buffer)
-        if off.any():
-            slot = int(off.nonzero()[0])
-            held = "NaN" if bool(buffer[slot].isnan().any()) else "other values"
-            return f"slot {slot - scenes.GUARD * PAGE} of {name}_cache holds {held}"
-    return ""
-
-
-def writes_its_slots(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """0: with slots for all tokens, those slots and no other."""
-    # The first slot unless it is reserved, and most slots of all pages.
-    first = 1 if shape.get("pad_slot", -1) == 0 else 0
-    many = 1 + torch.randperm(PAGES * PAGE - 1, generator=torch.Generator().manual_seed(0))[:MORE]
-    slots = (_SLOTS, (18, first, 41, 62, 32), (33,), many.tolist())
-    calls = (_cache_scene(shape, device, each, seed) for seed, each in enumerate(slots))
-    return _in_turn(kernel, calls, partial(_written, -1), _CACHES) or holds()
-
-
-def slot_minus_one(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """S: tokens of padding, with NaN in them, have slot -1, or the slot that is reserved for them."""
-    pad = shape.get("pad_slot", -1)
-    calls = [_cache_scene(shape, device, slots) for slots in ((17, 35, pad, 20, pad), (pad, 35, 17, pad, 20))]
-    for known in calls:
-        for name in ("key", "value"):
-            known[name][known["slot_mapping"] == pad] = NAN
-
-    def wrong(*call: Any) -> str:
-        said = _written(pad, *call)
-        return said and f"with padding at slot {pad}: {said}"
-
-    return _in_turn(kernel, calls, wrong, _CACHES, case="slot") or holds()
-
-
-# State: (x, state, weight, state_indices) -> out; a convolution's last inputs, or a recurrence's memory
-
-
-def _state_scene(shape: Shape, device: str, slots: Sequence[int] = (2, 4, 1, 5, 3), seed: int = 0) -> Known:
-    dim, width = shape.get("dim", 32), shape.get("width", 4)
-    return {
-        "x": _random(len(slots), dim, seed=seed, device=device),
-        "pad_index": shape.get("pad_index", -1),
-        "state": _random(max(6, len(slots) + 1), dim, width - 1, seed=seed + 1, device=device),
-        "weight": _random(dim, width, seed=seed + 2, device=device),
-        "state_indices": torch.tensor(slots, dtype=torch.int32, device=device),
-    }
-
-
-def _state_off(pad: int, before: Known, after: Known, results: Sequence[torch.Tensor]) -> tuple[str, bool]:
-    """What is wrong with the live rows, and whether all states are as expected."""
-    state, expected = before["state"].clone(), torch.zeros_like(before["x"])
-    for row, index in enumerate(before["state_indices"].tolist()):
-        if index != pad:
-            window = torch.cat([state[index], before["x"][row, :, None]], -1)
-            expected[row] = (window.float() * before["weight"].float()).sum(-1).to(expected.dtype)
-            state[index] = window[:, 1:]
-    live = before["state_indices"] != pad
-    return _far(results[0][live], expected[live]), torch.equal(after["state"], state)
-
-
-def updates_its_state(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """0: the convolution, and the states moved on by one input."""
-
-    def wrong(*call: Any) -> str:
-        off, same = _state_off(-1, *call)
-        return off or ("" if same else "the state is not as expected")
-
-    first = 1 if shape.get("pad_index", -1) == 0 else 0
-    slots = ((2, 4, 1, 5, 3), (5, first, 4, 3, 2), (3,), range(MORE, 0, -1))
-    calls = (_state_scene(shape, device, [*each], seed) for seed, each in enumerate(slots))
-    # A kernel may leave its results in x.
-    return _in_turn(kernel, calls, wrong, ("x", "state")) or holds()
-
-
-def padding_state(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """S: rows with the index of padding and NaN in them leave every state as it is."""
-    pad, calls = shape.get("pad_index", -1), []
-    for slots in ((2, pad, 1, pad, 3), (pad, 4, 1, 5, pad)):
-        known = _state_scene(shape, device, slots)
-        known["x"][known["state_indices"] == pad] = NAN
-        # The states lie in the middle of a buffer: index -1 would be the row before.
-        known["around"] = known["state"].new_zeros(8, *known["state"].shape[1:])
-        known["around"][1:-1] = known["state"]
-        calls.append(known | {"state": known["around"][1:-1]})
-
-    def wrong(before: Known, after: Known, results: Sequence[torch.Tensor]) -> str:
-        off, same = _state_off(pad, before, after, results)
-        if not same or after["around"][[0, -1]].any():
-            return "a row with the index of padding changes a state"
-        return off and f"beside a row of padding a live {off}"
-
-    return _in_turn(kernel, calls, wrong, ("x", "state", "around"), case="index") or holds()
-
-
-# Merge: (out_a, lse_a, out_b, lse_b) -> out, lse; (tokens, heads, dim) and (tokens, heads)
-
-
-def _parts(shape: Shape, device: str, rows: int = 4, seed: int = 0, spread: float = 1.0) -> Known:
-    size, parts = shape.get("head_dim", 32), [*enumerate("ab", seed)]
-    out = {f"out_{part}": _random(rows, 2, size, seed=at, device=device) for at, part in parts}
-    lse = {f"lse_{part}": spread * _random(rows, 2, seed=at, device=device).float() for at, part in parts}
-    return out | lse
-
-
-def _merge_is_off(before: Known, after: Known, results: Sequence[torch.Tensor]) -> str:
-    lse = torch.stack([before["lse_a"], before["lse_b"]]).double()
-    total = lse.logsumexp(0)
-    weight = torch.where(lse == -INF, 0.0, (lse - total).exp())[..., None]
-    outs = torch.stack([before["out_a"], before["out_b"]]).double()
-    out, *more = results
-    if more and more[0].numel() != total.numel():
-        return f"its lse has shape {tuple(more[0].shape)}, expected {tuple(total.shape)}"
-    wrong = _far(out, torch.where(weight > 0, weight * outs, 0.0).sum(0))
-    return wrong or (scenes.far_lse(more[0].reshape(total.shape), total, 1e-3) if more else "")
-
-
-def merges(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """0: two parts of finite weight, also where one weighs next to nothing."""
-    sizes = ((4, 0), (4, 2, 100.0), (1, 4), (MORE, 6))
-    if said := _in_turn(kernel, (_parts(shape, device, *each) for each in sizes), _merge_is_off):
-        return said
-    sick = _parts(shape, device)
-    sick["out_a"][1] = NAN
-    return holds() if bool(_call(kernel, sick)[0][1].isnan().any()) else breaks("the NaN of a part is hidden")
-
-
-def merges_empty(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """E: one part, the other, and both without keys: lse -inf, and the output NaN or 0."""
-    for left in (0.0, NAN):
-        known = _parts(shape, device)
-        for part, row in (("a", 1), ("b", 2), ("a", 3), ("b", 3)):
-            known[f"lse_{part}"][row], known[f"out_{part}"][row] = -INF, left
-        if wrong := _merge_is_off(known, known, _call(kernel, known)):
-            return breaks(f"a part without keys, its output {left:g}: {wrong}", "merge", f"{left:g}")
-    return holds()
-
-
-# Experts: (x, w1, w2, topk_weights, topk_ids) -> out
-# w1 (experts, 2 * inner, hidden): gate, then up; w2 (experts, hidden, inner)
-
-
-def _experts(shape: Shape, device: str, rows: int = 5, seed: int = 0) -> Known:
-    experts, hidden, inner = shape.get("experts", 4), shape.get("hidden", 32), shape.get("inner", 16)
-    top_k = shape.get("top_k", 2)
-    ids = torch.tensor([[0, 1, 4], [2, 3, 5], [1, 2, 6], [3, 0, 7], [0, 2, 4]], device=device)[:, :top_k]
-    ids = ids.roll(seed, 0).repeat(-(-rows // 5), 1)[:rows]
-    return {
-        "x": _random(rows, hidden, seed=seed, device=device),
-        "w1": _random(experts, 2 * inner, hidden, seed=seed + 1, device=device) / hidden**0.5,
-        "w2": _random(experts, hidden, inner, seed=seed + 2, device=device) / inner**0.5,
-        # The weights of a token differ, so that a weight used with the wrong id is noticed.
-        "topk_weights": torch.linspace(0.8, 0.2, top_k, device=device).expand(rows, -1).contiguous(),
-        "topk_ids": ids.contiguous(),
-    }
-
-
-def expert_sum(known: Known) -> torch.Tensor:
-    """The reference in float64; ids out of range add nothing."""
-    x, w1, w2 = (known[name].double() for name in ("x", "w1", "w2"))
-    out = torch.zeros_like(x)
-    for token, (ids, weights) in enumerate(
-        zip(known["topk_ids"].tolist(), known["topk_weights"].tolist(), strict=True)
-    ):
-        for expert, weight in zip(ids, weights, strict=True):
-            if 0 <= expert < len(w1):
-                gate, up = (w1[expert] @ x[token]).chunk(2)
-                out[token] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
-    return out
-
-
-def _sum_is_off(before: Known, after: Known, results: Sequence[torch.Tensor]) -> str:
-    return _far(results[0], expert_sum(before))
-
-
-def _experts_off(kernel: Kernel, known: Known) -> str:
-    # Before the call, which may add up in place of x.
-    expected = expert_sum(known)
-    return _far(_call(kernel, known)[0], expected)
-
-
-def runs_experts(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """0: distinct ids in range."""
-    calls = (_experts(shape, device, *each) for each in ((5, 0), (5, 1), (1, 2), (MORE, 3)))
-    return _in_turn(kernel, calls, _sum_is_off) or holds()
-
-
-def repeated_ids(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """D: one expert twice in a row."""
-    known = _experts(shape, device)
-    known["topk_ids"][1], known["topk_ids"][3] = 2, 0
-    wrong = _experts_off(kernel, known)
-    return breaks(f"an id that comes twice: {wrong}", "repeated") if wrong else holds()
-
-
-def ids_out_of_range(kernel: Kernel, shape: Shape, device: str) -> Reading:
-    """X: -1, and the number of experts, with weight 0 as for padding."""
-    notes = []
-    for expert in (-1, shape.get("experts", 4)):
-        known = _experts(shape, device)
-        known["topk_ids"][1], known["topk_weights"][1] = expert, 0.0
-        try:
-            wrong = _experts_off(kernel, known)
-        except (ValueError, IndexError, AssertionError, RuntimeError) as error:
-            if "CUDA" in str(error):
-                raise
-            notes.append(f"id {expert}: {type(error).__name__}")
-            continue
-        if wrong:
-            return breaks(f"id {expert}: {wrong}", "range", str(expert))
-    return holds("; ".join(notes))
-
-
-def right_operands(kernel: Kernel, shape: Shape, device: str) -> Reading:
+def right_operands(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """0: the reference, over operands with zeros behind them, and the same bits twice."""
     known = _made(kernel, shape, device)
     placed = scenes.zeros_behind(known)
     first, second = _call(kernel, placed, 3.0), _call(kernel, scenes.zeros_behind(known), 3.0)
     for name, x in known.items():
         if isinstance(x, torch.Tensor) and not scenes.same_results([x], [placed[name]]):
-            return breaks(f"writes to {name}", "clean")
+            return breaks(f"writes to {name}")
     if not scenes.same_results(first, second):
-        return breaks("other bits the second time", "clean")
+        return breaks("other bits the second time")
     if not shape.get("reference"):
-        return absent(NO_REFERENCE)
+        return not_run(NO_REFERENCE)
     wrong = _other_than(first, _tensors(shape, "reference", **known))
     if wrong.startswith(NO_REFERENCE):
-        return absent(wrong)
-    return breaks(f"not the reference: {wrong}", "clean") if wrong else holds()
+        return not_run(wrong)
+    return breaks(f"not the reference: {wrong}") if wrong else holds()
 
 
 def _operands(kind: str, kernel: Kernel, shape: Shape, device: str) -> Known:
     if kind == "routing":
         logits = _logits(shape, device)
         return {"bias": torch.zeros_like(logits[0])} | _router_input(kernel, shape, logits)
-    makers: dict[str, Callable[[Shape, str], Known]] = {
-        "rows": _rows, "ragged": _rows, "kv_write": _cache_scene, "state": _state_scene, "merge": _parts,
-        "experts": _experts, "operands": partial(_made, kernel),
-    }  # fmt: skip
-    return makers[kind](shape, device)
-
-
-class _Edit(NamedTuple):
-    """Which row of a kind is edited, what must keep its bits then, and which row must show a NaN."""
-
-    tensors: Callable[[Known], Sequence[torch.Tensor]]
-    kept: list[int]
-    fills: Sequence[Fill] = FILLS
-    what: str = "row"
-    results: int | None = None
-    own: int | None = None
-
-
-_EDITS = {
-    "ragged": _Edit(lambda known: [known["x"][3:4]], [0, 1, 2, 4, 5], NAN_AND_NOISE, "sequence"),
-    "state": _Edit(lambda known: [known["x"][1], known["state"][4]], [0, 2, 3, 4], results=1, own=1),
-    "merge": _Edit(lambda known: [part[1] for part in known.values()], [0, 2, 3]),
-    # Other rows include a token that has the same experts.
-    "experts": _Edit(lambda known: [known["x"][1]], [0, 2, 3, 4], NAN_AND_NOISE, "token", own=1),
-}
-
-
-def others_alone(kind: str) -> Probe:
-    """R: an edit of one row, and of what belongs to it, changes no bit of others. Its own NaN stays one."""
-    edit = _EDITS[kind]
-
-    def probe(kernel: Kernel, shape: Shape, device: str) -> Reading:
-        base = _call(kernel, _operands(kind, kernel, shape, device))[: edit.results]
-        for fill in edit.fills:
-            known = _operands(kind, kernel, shape, device)
-            for part in edit.tensors(known):
-                fill(part)
-            now = _call(kernel, known)[: edit.results]
-            if fill is FILLS[0] and edit.own is not None and not bool(now[0][edit.own].isnan().any()):
-                return breaks(f"the NaN of a {edit.what} is hidden: its own result holds numbers")
-            for a, b in zip(base, now, strict=True):
-                # A result of another length, for example a state, has no such rows.
-                if len(a) > max(edit.kept) and not bool(same_bits(a, b)[edit.kept].all()):
-                    return breaks(f"{fill.name} in one {edit.what} changes another", "rows", fill.name)
-        return holds()
-
-    return probe
+    return _rows(shape, device) if kind == "rows" else _made(kernel, shape, device)
 
 
 def behind(kind: str) -> Probe:
     """O of a kind of kernel: with each operand at the end of its memory, and other bytes behind it."""
 
-    def probe(kernel: Kernel, shape: Shape, device: str) -> Reading:
+    def probe(kernel: Kernel, shape: Shape, device: str) -> Answer:
         known = bound(kernel, _operands(kind, kernel, shape, device))
         return scenes.behind_operands(lambda placed: _call(kernel, placed), known)
 
@@ -924,12 +650,7 @@ PROBES: dict[str, dict[str, Probe]] = {
         "R": routes_alone,
     },
     "rows": {"0": same_twice, "R": row_alone, "W": all_written},
-    "ragged": {"0": same_twice, "R": others_alone("ragged"), "N": ragged_replays, "U": ragged_spare_rows},
     "operands": {"0": right_operands},
-    "kv_write": {"0": writes_its_slots, "S": slot_minus_one},
-    "state": {"0": updates_its_state, "R": others_alone("state"), "S": padding_state},
-    "merge": {"0": merges, "E": merges_empty, "R": others_alone("merge")},
-    "experts": {"0": runs_experts, "R": others_alone("experts"), "D": repeated_ids, "X": ids_out_of_range},
 }  # fmt: skip
 for _kind, _probes in PROBES.items():
     _probes["O"] = behind(_kind)

@@ -1,4 +1,4 @@
-"""Runs the probes of subjects in child processes, with a time limit per clause.
+"""Puts kernels through the contract in child processes, with a time limit per clause.
 
 If a probe ends its process, by an illegal access or by the time limit, that is the answer to its clause; a
 new process goes on with the next clause.
@@ -9,39 +9,40 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import shutil
 import sys
-import threading
+import sysconfig
+import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from staleproof import child as children
 from staleproof import device as devices
-from staleproof.cases import children
-from staleproof.cases.case import Reading, absent
-from staleproof.cases.words import NOT_RUN
+from staleproof.audit import _MARK, Subject, load_module, subjects_of
 from staleproof.check import require
-from staleproof.contract import scripts
+from staleproof.contract import attention_probes, reproducer, row_probes
 from staleproof.contract.contract import (
     BREAKS,
     HOLDS,
+    NO_IMPORT,
+    NO_KERNEL,
     NO_REFERENCE,
+    NOT_RUN,
     TIMED_OUT,
     UNDEFINED,
     WRONG_SETTING,
+    Answer,
     SettingError,
     breaks,
+    not_run,
 )
-from staleproof.kernels import packages
-from staleproof.kernels.packages import Release
-from staleproof.kernels.subject import _MARK, Subject, load_module, subjects_of
-from staleproof.kernels.vllm_sources import UnavailableError
+from staleproof.contract.scenes import LAUNCH, LAYOUTS, attention_shape
 
-# Python's error about a call that does not fit a signature.
-_SIGNATURE = re.compile(r"\(\) (got an unexpected keyword|missing \d|takes \d|got multiple values)")
-# FlashInfer's error when it may compile a module but cannot.
-_UNBUILT = re.compile(r"RuntimeError: (Ninja build failed|Could not find nvcc)")
 # Torch's error about a tensor on a GPU, in its build for CPUs.
 _NO_CUDA = "Torch not compiled with CUDA enabled"
 # A line on a child's standard error, before each clause.
@@ -50,11 +51,8 @@ LIMIT_S = 60.0
 START_S = 90.0
 
 
-def probes_of(subject: Subject) -> dict[str, Callable[[str], Reading]]:
+def probes_of(subject: Subject) -> dict[str, Callable[[str], Answer]]:
     """The probes of a subject by clause; each takes the device."""
-    from staleproof.contract import attention_probes, row_probes
-    from staleproof.contract.scenes import LAUNCH, attention_shape
-
     if subject.kind == "attention":
         own = {name: subject.shape[name] for name in LAUNCH if name in subject.shape}
         kernel, shape = attention_probes.Kernel(subject.call, **own), attention_shape(subject.shape)
@@ -67,13 +65,6 @@ def probes_of(subject: Subject) -> dict[str, Callable[[str], Reading]]:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()).partition(" Search for `")[0]
     return f"{type(error).__name__}: {text[:160]}" if text else type(error).__name__
-
-
-def _uncompiled(error: BaseException) -> str:
-    """FlashInfer's error carries the module that the call asked for."""
-    name = getattr(getattr(error, "spec", None), "name", "")
-    module = f"its compiled module {name}" if name else "its compiled module"
-    return f"{module} is not here; nvcc compiles it at a call without FLASHINFER_DISABLE_JIT"
 
 
 def _misspelt(error: BaseException) -> BaseException | None:
@@ -93,7 +84,7 @@ def _misspelt(error: BaseException) -> BaseException | None:
     return None if any(code and error.name in code.co_freevars for code in around) else error
 
 
-def answer(probe: Callable[[str], Reading], subject: Subject, device: str) -> tuple[Reading, bool]:
+def ask_one(probe: Callable[[str], Answer], device: str) -> tuple[Answer, bool]:
     """The answer, and whether the process can go on: after an error of the device it cannot."""
     try:
         return probe(device), True
@@ -102,50 +93,47 @@ def answer(probe: Callable[[str], Reading], subject: Subject, device: str) -> tu
     except Exception as error:
         text = _one_line(error)
         if type(error).__name__ == "InterpreterError":
-            if subject.package in ("", "staleproof") and (wrong := _misspelt(error)):
+            if wrong := _misspelt(error):
                 return breaks(f"raises {_one_line(wrong)}"), True
-            return absent(f"Triton's interpreter cannot run it: {str(error)[:120]}"), True
-        if isinstance(error, ImportError | UnavailableError) and subject.package:
-            return absent(f"does not import here: {text}"), True
-        if isinstance(error, OSError) and subject.package and "Could not load" in text:
-            # The loader's own words where another error hides them.
-            return absent(f"its library does not load here: {_one_line(error.__cause__ or error)}"), True
-        if isinstance(error, FileNotFoundError) and subject.package and error.filename:
-            return absent(f"a file of it is not here: {Path(error.filename).name}"), True
-        if type(error).__name__ == "MissingJITCacheError":
-            return absent(_uncompiled(error)), True
-        if subject.package and _UNBUILT.match(text):
-            return absent(f"a module of it could not be compiled here: {text}"), True
-        if isinstance(error, TypeError) and subject.package and _SIGNATURE.search(text):
-            return absent(f"its calls do not fit this release: {text}"), True
-        if _NO_CUDA in text and not subject.package:
+            return not_run(f"Triton's interpreter cannot run it: {str(error)[:120]}"), True
+        if _NO_CUDA in text:
             text += '; say needs="cuda" if the kernel needs a GPU'
         alive = "CUDA error" not in text and "illegal memory access" not in text
         return breaks(f"raises {text}"), alive
 
 
-def judged(said: Reading, subject: Subject, release: Release, clause: str) -> Reading:
-    """A break is not the kernel's where its library does not fit, or its documentation says so."""
-    if said.verdict != BREAKS:
-        return said
-    if clause == "0" and (why := packages.other_torch(subject, release)):
-        return absent(f"{why}; what came: {said.note}")
-    if clause in subject.documented:
-        note = f"{said.note}; documented: {subject.documented[clause]}"
-        return replace(said, verdict=UNDEFINED, note=note)
-    return said
+def judged(answer: Answer, subject: Subject, clause: str) -> Answer:
+    """A break that the kernel's documentation leaves to the caller is undefined."""
+    if answer.verdict != BREAKS or clause not in subject.documented:
+        return answer
+    note = f"{answer.note}; documented: {subject.documented[clause]}"
+    return replace(answer, verdict=UNDEFINED, note=note)
 
 
-def _goes_on(first: Reading) -> bool:
+def _goes_on(first: Answer) -> bool:
     """Whether a subject with this answer to clause 0 is asked the others."""
     return first.verdict == HOLDS or first.note.startswith(NO_REFERENCE)
+
+
+def unavailable_reason(subject: Subject) -> str:
+    """Why this machine cannot run a subject, or ``""``."""
+    capability = devices.machine().capability
+    if subject.needs in ("cuda", "sm90", "sm100") and capability is None:
+        return "needs a CUDA GPU"
+    if subject.needs == "sm90" and (why := devices.needs_sm90()):
+        return why
+    if subject.needs == "sm100" and capability not in ("sm_100", "sm_103"):
+        return f"needs an SM100 GPU (B200, GB200); this is {capability}"
+    if subject.needs == "cpu" and capability is not None:
+        return "runs on CPU tensors only"
+    return ""
 
 
 # Sizes by what they must be.
 _FUNCTIONS = "reference", "inverse", "make"
 _COUNTS = (
     *("hidden", "experts", "top_k", "heads", "kv_heads", "head_dim", "value_dim", "page_size"),
-    *("inner", "dim", "width", "live_rows"),
+    "live_rows",
 )
 
 
@@ -156,10 +144,6 @@ def listed(module: str) -> list[Subject]:
         ValueError: two kernels of one name, whose answers nothing would tell apart, a wrong size, or a
             documentation of a wrong result on clean input.
     """
-    import torch
-
-    from staleproof.contract.scenes import LAYOUTS, attention_shape
-
     loaded = load_module(module)
     found = {subject.name: subject for subject in subjects_of(loaded)}
     for value in vars(loaded).values():
@@ -193,42 +177,77 @@ def listed(module: str) -> list[Subject]:
     return [replace(subject, call=print, shape={}) for subject in found.values()]
 
 
+def subjects_in(module: str) -> list[Subject]:
+    """The subjects of a module, which may end the process that imports it.
+
+    Args:
+        module: a name, or a path that ends in ``.py``.
+
+    Raises:
+        ChildError: it does not import, or a decorator was given something wrong; the text says where.
+    """
+    ended = children.call(listed, module, timeout_s=START_S)
+    try:
+        found: list[Subject] = ended.answer()
+    except children.ChildError as error:
+        said = str(error).removeprefix("ended with 1 and said: ")
+        raise children.ChildError(f"{said}{_place(ended.stderr)}") from error
+    return found
+
+
+def _place(stack: str) -> str:
+    """Where it last was in the user's code: `` (file, line 3)``, or nothing."""
+    others = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
+    others.append(str(Path(__file__).parents[1]))
+    places = re.findall(r'^ *File "(/.+)", line (\d+)', stack, re.MULTILINE)
+    mine = [place for place in places if not any(Path(place[0]).is_relative_to(one) for one in others)]
+    return f" ({mine[-1][0]}, line {mine[-1][1]})" if mine else ""
+
+
 # What is still to be asked: (subject, clauses).
 Questions = list[tuple[str, list[str]]]
 
 
-def ask(module: str, questions: Questions, release: Release, device: str, limit_s: float) -> None:
-    """In a child: put clauses to subjects of one release, and tell each answer at once."""
-    import torch
+def ask(module: str, questions: Questions, device: str, limit_s: float, folder: Path | None) -> None:
+    """In a child: put clauses to the subjects of a module, and tell each answer at once.
 
+    Args:
+        module: a name or a path.
+        questions: subjects and clauses.
+        device: ``cpu`` or ``cuda``.
+        limit_s: for one clause, in seconds.
+        folder: where the inputs of breaks go; ``None``: no reproducers are made.
+    """
     torch.set_num_threads(1)
     devices.select(device)
+    if devices.interpreting() and devices.has_triton():
+        devices.load_triton()
+        from staleproof.contract import interpreter
+
+        interpreter.repair()
     known = {subject.name: subject for subject in subjects_of(load_module(module))}
-    packages.make_importable([known[name] for name, _ in questions], release)
     for name, clauses in questions:
         subject = known[name]
         probes = probes_of(subject)
         for clause in clauses:
-            # Its counterexamples first: where the process ends, no child is left to make them.
-            children.tell((name, clause, None, scripts.counterexamples(subject, release, clause)))
+            file = folder and folder / f"{reproducer.name_of(name, clause)}.pt"
+            reproducer.keep_in(file)
+            # First the script of a call that ends the process: then no child is left to make it.
+            text = reproducer.script(subject, clause, "", None) if file else ""
+            children.tell((name, clause, None, text))
             # What earlier kernels printed is not this one's.
             print(_BEGINS, file=sys.stderr, flush=True)
             faulthandler.dump_traceback_later(limit_s, exit=True)
-            said, alive = answer(probes[clause], subject, device)
+            answer, alive = ask_one(probes[clause], device)
             faulthandler.cancel_dump_traceback_later()
-            if why := packages.imported_elsewhere(subject, release):
-                said = absent(why)
-            if release.folder is not None:
-                said = replace(said, note=said.note.replace(f"{release.folder}/", ""))
-            said = judged(said, subject, release, clause)
-            # First without the script: an error in making it is no verdict.
-            children.tell((name, clause, said, ()))
-            if case := said.numbers.get("case"):
-                shown = scripts.counterexamples(subject, release, clause, case)
-                children.tell((name, clause, said, shown))
+            answer = judged(answer, subject, clause)
+            if answer.example and file:
+                torch.save(answer.example, file)
+                text = reproducer.script(subject, clause, answer.note, answer.example)
+            children.tell((name, clause, replace(answer, example=None), text))
             if not alive:
                 os._exit(1)
-            if clause == "0" and not _goes_on(said):
+            if clause == "0" and not _goes_on(answer):
                 break
 
 
@@ -241,7 +260,7 @@ def _ended(ended: children.Ended, limit_s: float) -> str:
     return f"ended its process with {ended.code}: {ended.last_line[:160]}".removesuffix(": ")
 
 
-Answers = dict[str, dict[str, Reading]]
+Answers = dict[str, dict[str, Answer]]
 
 
 def _left(subjects: Sequence[Subject], known: Answers) -> Questions:
@@ -256,60 +275,117 @@ def _left(subjects: Sequence[Subject], known: Answers) -> Questions:
 
 
 def answers(
-    module: str,
-    subjects: Sequence[Subject],
-    release: Release,
-    device: str,
-    limit_s: float = LIMIT_S,
-    stop: threading.Event | None = None,
+    module: str, subjects: Sequence[Subject], device: str, limit_s: float, scripts: Path | None = None
 ) -> Answers:
-    """The answers of subjects of one release to each clause of their kinds.
+    """The answers of the subjects of a module to each clause of their kinds.
 
     Args:
         module: where they are registered, a name or a path.
         subjects: of that module.
-        release: of their package.
         device: ``cpu`` or ``cuda``.
         limit_s: for one clause, in seconds.
-        stop: once it is set, no further process is started.
+        scripts: folder for reproducers; a break without one that works has none.
 
     Returns:
         Subject -> clause -> answer.
     """
     known: Answers = {
-        subject.name: {c: absent(why) for c, why in subject.skip.items() if c in subject.clauses}
+        subject.name: {c: not_run(why) for c, why in subject.skip.items() if c in subject.clauses}
         for subject in subjects
     }
     of = {subject.name: subject for subject in subjects}
-    stop = stop or threading.Event()
-    while (questions := _left(subjects, known)) and not stop.is_set():
-        count = sum(len(clauses) for _, clauses in questions)
-        limit = START_S + limit_s * count
-        ended = children.call(ask, module, questions, release, device, limit_s, timeout_s=limit)
-        texts: dict[tuple[str, str], tuple[str, ...]] = {}
-        for name, clause, said, made in ended.told:
-            texts[name, clause] = made or texts.get((name, clause), ())
-            if said is not None:
-                known[name][clause] = said
-        if not texts:
-            # It ends before any question, for example because the package does not load.
-            known[questions[0][0]]["0"] = breaks(f"does not load: {_ended(ended, START_S)}")
-            continue
-        name, clause = next(reversed(texts))
-        if clause not in known[name]:
-            known[name][clause] = judged(breaks(_ended(ended, limit_s)), of[name], release, clause)
-        for (name, clause), made in texts.items():
-            said = known[name][clause]
-            if said.verdict in (BREAKS, UNDEFINED) and not stop.is_set():
-                known[name][clause] = scripts.tried(said, made, of[name], release, limit_s)
+    with tempfile.TemporaryDirectory(prefix="staleproof-") as name:
+        folder = Path(name) if scripts is not None else None
+        while questions := _left(subjects, known):
+            limit = START_S + limit_s * sum(len(clauses) for _, clauses in questions)
+            ended = children.call(ask, module, questions, device, limit_s, folder, timeout_s=limit)
+            texts: dict[tuple[str, str], str] = {}
+            for kernel, clause, answer, text in ended.told:
+                texts[kernel, clause] = text
+                if answer is not None:
+                    known[kernel][clause] = answer
+            if not texts:
+                # It ends before any question, for example because the module does not load here.
+                known[questions[0][0]]["0"] = breaks(f"does not load: {_ended(ended, START_S)}")
+                continue
+            kernel, clause = next(reversed(texts))
+            if clause not in known[kernel]:
+                known[kernel][clause] = judged(breaks(_ended(ended, limit_s)), of[kernel], clause)
+            for (kernel, clause), text in texts.items():
+                answer = known[kernel][clause]
+                if answer.verdict in (BREAKS, UNDEFINED) and folder and scripts and not answer.unasked:
+                    stem = reproducer.name_of(kernel, clause)
+                    known[kernel][clause] = _with_script(answer, text, folder / stem, scripts, limit_s)
     return {subject.name: _complete(subject, known[subject.name]) for subject in subjects}
 
 
-def _complete(subject: Subject, found: dict[str, Reading]) -> dict[str, Reading]:
-    first = found.get("0", absent("not asked: ended before"))
+def _with_script(answer: Answer, text: str, draft: Path, scripts: Path, limit_s: float) -> Answer:
+    """The answer with its reproducer, if that shows the break; its two files then go to ``scripts``."""
+    script, inputs = draft.with_name(f"{draft.name}.py"), draft.with_name(f"{draft.name}.pt")
+    # One that hangs would be waited for once more.
+    if not inputs.is_file() or answer.note.startswith(TIMED_OUT):
+        return answer
+    script.write_text(text)
+    if not reproducer.is_shown(answer.note, script, limit_s):
+        return answer
+    scripts.mkdir(parents=True, exist_ok=True)
+    for file in (script, inputs):
+        shutil.copy(file, scripts / file.name)
+    return replace(answer, script=text)
+
+
+def _complete(subject: Subject, found: dict[str, Answer]) -> dict[str, Answer]:
+    first = found.get("0", not_run("not asked: ended before"))
     why = "not asked: wrong on clean input"
     if first.verdict == NOT_RUN:
         why = first.note
     elif first.note.startswith(WRONG_SETTING):
         why = f"not asked: {WRONG_SETTING}"
-    return {clause: found.get(clause, absent(why)) for clause in subject.clauses}
+    return {clause: found.get(clause, not_run(why)) for clause in subject.clauses}
+
+
+def audit(
+    modules: Sequence[str],
+    device: str | None = None,
+    *,
+    limit_s: float = LIMIT_S,
+    scripts: Path | None = None,
+    progress: Callable[[str], object] = lambda line: None,
+) -> Iterator[Answer]:
+    """Put the kernels of modules through the contract, each in a process of its own.
+
+    Args:
+        modules: names, or paths that end in ``.py``.
+        device: ``cpu`` or ``cuda``; by default the best that this machine has.
+        limit_s: for one clause of one kernel, in seconds.
+        scripts: folder for reproducers, each a script and a file of inputs.
+        progress: takes one line about the kernel that is next.
+
+    Yields:
+        An answer a clause, kernel after kernel.
+
+    Raises:
+        ValueError: two modules have a kernel of one name.
+    """
+    device = devices.select(device)
+    owners: dict[str, str] = {}
+    for module in modules:
+        try:
+            subjects = subjects_in(module)
+        except children.ChildError as error:
+            yield Answer(BREAKS, f"{NO_IMPORT}: {error}", module, "0")
+            continue
+        if not subjects:
+            yield Answer(BREAKS, NO_KERNEL, module, "0")
+        for subject in subjects:
+            owner = owners.setdefault(subject.name, module)
+            got = f"{subject.name!r} in {owner} and in {module}"
+            require(owner == module, "modules", "another name for each kernel", got)
+        for subject in subjects:
+            progress(subject.name)
+            if why := unavailable_reason(subject):
+                found = {clause: not_run(why) for clause in subject.clauses}
+            else:
+                found = answers(module, [subject], device, limit_s, scripts)[subject.name]
+            for clause, answer in found.items():
+                yield replace(answer, kernel=subject.name, clause=clause)

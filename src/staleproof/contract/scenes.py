@@ -16,11 +16,11 @@ from unittest import mock
 
 import torch
 
-from staleproof.cases.case import Reading
-from staleproof.cases.compare import too_far
 from staleproof.check import fail
-from staleproof.contract.contract import breaks, holds
+from staleproof.contract import reproducer
+from staleproof.contract.contract import Answer, breaks, holds
 from staleproof.evidence.canary import bits
+from staleproof.evidence.compare import too_far
 from staleproof.kernels.mapping import mapped
 
 NULL_PAGE = 0
@@ -28,7 +28,7 @@ NULL_PAGE = 0
 GUARD = 2
 
 
-LAYOUTS = ("paged", "mla", "gathered")
+LAYOUTS = ("paged", "mla")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class Shape:
     """What an attention kernel is built for.
 
     Attributes:
-        layout: ``paged``: K and V in pages; ``mla``: one latent in pages, V is its beginning;
-            ``gathered``: (batch, heads, tokens, head_dim) and a mask, without pages.
+        layout: ``paged``: K and V in pages; ``mla``: one latent in pages, V is its beginning.
         heads, kv_heads, head_dim, value_dim: sizes; value_dim is head_dim by default.
         page_size: tokens a page.
         dtype: of q and the cache, e.g. ``float16``; float32 on a CPU and bfloat16 on a GPU by default.
@@ -55,7 +54,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            fail("layout", "paged, mla or gathered", self.layout)
+            fail("layout", "paged or mla", self.layout)
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
 
 
@@ -141,20 +140,7 @@ class Call:
                 given[name] = given[name].unflatten(0, (len(self.seq_lens), longest))
         if self.shape.layout == "mla":
             return given | {"kv_cache": self.k_cache[:, :, 0], "kv_lora_rank": self.shape.value_dim}
-        if self.shape.layout == "gathered":
-            return given | self._gathered()
         return given | {"k_cache": self.k_cache, "v_cache": self.v_cache}
-
-    def _gathered(self) -> dict[str, Any]:
-        groups = self.shape.heads // self.shape.kv_heads
-        k, v = (
-            x[self.block_table.long()].flatten(1, 2).transpose(1, 2).repeat_interleave(groups, 1)
-            for x in (self.k_cache, self.v_cache)
-        )
-        token = torch.arange(k.shape[2], device=k.device)
-        mask = (token < self.seq_lens[:, None])[:, None, None]
-        q = self.q.unsqueeze(2)
-        return {"q": q, "k": k, "v": v, "mask": mask}
 
 
 def make_call(
@@ -348,7 +334,7 @@ def _guarded(x: torch.Tensor) -> torch.Tensor:
 
 def behind_operands(
     run: Callable[[dict[str, Any]], Sequence[torch.Tensor]], known: Mapping[str, Any]
-) -> Reading:
+) -> Answer:
     """O: with each operand at the end of its memory, the bytes after it change no result and do not change.
 
     On Linux each operand is then placed at the end of a mapping, where a read past its end ends the process.
@@ -372,17 +358,21 @@ def behind_operands(
         return found, written[0] if written else ""
 
     base: list[torch.Tensor] = []
+    clean = None
     for fill in BEHIND:
         found, written = results(dict.fromkeys(names, fill))
         if written:
-            return breaks(f"writes behind {written}", "behind", fill, written)
+            return breaks(f"writes behind {written}")
         if same_results(base or found, found):
-            base = found
+            base, clean = found, clean if base else reproducer.last()
             continue
+        pairs = enumerate(zip(base, found, strict=True))
+        number = next(number for number, (a, b) in pairs if not same_results([a], [b]))
+        shown = reproducer.same(clean, base[number], result=number)
         alone = dict.fromkeys(names, "0x00")
         by = [name for name in names if not same_results(base, results({**alone, name: fill})[0])]
         note = f"{fill} behind {', '.join(by) or 'the operands together'} changes the result"
-        return breaks(note, "behind", fill, *by[:1])
+        return breaks(note, shown)
     if sys.platform != "linux":
         return holds("no guard mapping: needs Linux")
     try:

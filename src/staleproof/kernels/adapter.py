@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from staleproof.kernels.subject import bound
+from staleproof.check import bound
 
 # DeepSeek's sizes, which every peer here is built for.
 RANK, ROPE = 512, 64
@@ -76,7 +76,7 @@ class Peer:
 
 
 def peer(name: str, unavailable_reason: str | None, adapter: Callable[..., Any], **given: Any) -> Peer:
-    """A peer made from an adapter that prepares a launch, as adapters of the padding contract do.
+    """A peer made from an adapter that prepares a launch, as the adapters of this folder do.
 
     Args:
         name, unavailable_reason: of the peer.

@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
-from staleproof.kernels import subject
+from staleproof import audit
 
 
-@subject.attention(name="mla_decode", package="staleproof", layout="mla", q_len=4)
+@audit.attention(name="mla_decode", layout="mla", q_len=4)
 def mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse):
     from staleproof.ops.mla.decode import mla_decode
 
@@ -17,21 +17,21 @@ def mla_decode(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse):
     return out, lse
 
 
-@subject.routing(name="topk_softmax", package="staleproof")
+@audit.routing(name="topk_softmax")
 def topk_softmax(router_logits, top_k, bias=None, is_padding=None):
     from staleproof.ops.topk import topk_softmax
 
     return topk_softmax(router_logits, top_k, bias=bias, is_padding=is_padding)
 
 
-@subject.routing(name="topk_sigmoid", package="staleproof")
+@audit.routing(name="topk_sigmoid")
 def topk_sigmoid(router_logits, top_k, bias=None, is_padding=None):
     from staleproof.ops.topk import topk_sigmoid
 
     return topk_sigmoid(router_logits, top_k, bias=bias, is_padding=is_padding)
 
 
-@subject.routing(name="grouped_topk", package="staleproof", grouped=True)
+@audit.routing(name="grouped_topk", grouped=True)
 def grouped_topk(router_logits, top_k, bias=None, is_padding=None):
     from staleproof.ops.topk import grouped_topk
 
@@ -47,15 +47,11 @@ def _dequantized(packed, scales, swizzled):
     return dequantize_nvfp4(packed, scales, one, swizzled=swizzled)
 
 
-@subject.rows(
-    name="quantize_nvfp4, linear",
-    package="staleproof",
-    inverse=partial(_dequantized, swizzled=False),
-    given={"swizzled": False},
+@audit.rows(
+    name="quantize_nvfp4, linear", inverse=partial(_dequantized, swizzled=False), given={"swizzled": False}
 )
-@subject.rows(
+@audit.rows(
     name="quantize_nvfp4, swizzled",
-    package="staleproof",
     skip={"R": "its scales lie in tiles of rows; see the linear layout"},
     inverse=partial(_dequantized, swizzled=True),
     given={"swizzled": True},
@@ -66,16 +62,14 @@ def quantize_nvfp4(x, swizzled):
     return quantize_nvfp4(x, torch.ones(1, device=x.device), swizzled=swizzled)
 
 
-@subject.rows(name="quantize_fp8_per_tensor, live_rows=4", package="staleproof", live_rows=4)
+@audit.rows(name="quantize_fp8_per_tensor, live_rows=4", live_rows=4)
 def quantize_fp8_per_tensor(x):
     from staleproof.ops.fp8 import quantize_fp8_per_tensor
 
     return quantize_fp8_per_tensor(x, live_rows=4)
 
 
-@subject.attention(
-    name="clear_empty_rows, after a decode that leaves NaN", package="staleproof", layout="mla"
-)
+@audit.attention(name="clear_empty_rows, after a decode that leaves NaN", layout="mla")
 def clear_empty_rows(q, kv_cache, block_table, seq_lens, softmax_scale, out, lse):
     from staleproof.ops.clear_empty_rows import clear_empty_rows
     from staleproof.ops.reference.mla_decode import mla_decode
