@@ -4,7 +4,7 @@ import pytest
 
 from staleproof.incidents.published_unwritten import pictures, scene
 from staleproof.incidents.published_unwritten.broken import REMEDIES
-from staleproof.incidents.published_unwritten.scene import Arrival, Memory, Miniature, Row, serve
+from staleproof.incidents.published_unwritten.scene import Memory, Miniature, Row, serve
 
 # Step by step: who did what with which blocks.
 STORY = """
@@ -31,27 +31,27 @@ POOL = """
 """
 
 
-def test_the_whole_story_block_by_block():
+def test_miniature_publishes_withdraws_and_hits_block_by_block():
     engine = Miniature().run()
-    told = []
+    events = []
     for line in STORY.split("\n")[1:-1]:
         step, _, rest = line.partition(" ")
         for part in rest.split("; "):
             who, _, deeds = part.partition(" ")
             for what, *blocks in map(str.split, deeds.split(", ")):
-                told += [(int(step), int(block), what, who) for block in blocks]
-    assert engine.events == told
+                events += [(int(step), int(block), what, who) for block in blocks]
+    assert engine.events == events
     marks = {pictures.NOW: "*", pictures.EARLIER: "-", pictures.NEVER: "!", pictures.NOBODY: "."}
     assert ["".join(map(marks.get, row)) for row in pictures.pool(engine)] == POOL.split()
 
 
-@pytest.mark.parametrize(("remedy", "there"), [("none", "never written"), ("zero_at_allocation", "zero")])
-def test_what_the_readers_find_at_each_position(remedy, there):
+@pytest.mark.parametrize(("remedy", "content"), [("none", "never written"), ("zero_at_allocation", "zero")])
+def test_readers_find_at_each_position_what_is_there(remedy, content):
     found = pictures.found(Miniature(remedy=REMEDIES[remedy]).run().memory)
-    assert found == [["written"] * 16 + [there] * 4 + ["written"] * 4] * 2
+    assert found == [["written"] * 16 + [content] * 4 + ["written"] * 4] * 2
 
 
-def test_a_slot_is_compared_with_the_whole_prefix():
+def test_slot_of_another_prefix_is_a_strangers():
     memory = Memory(2)
     memory.step([Row("a", [1, 2, 3, 4], [0, 1], 0, 4, True)])
     # The second block alone is the same: what comes before it is not.
@@ -62,7 +62,7 @@ def test_a_slot_is_compared_with_the_whole_prefix():
 
 
 @pytest.mark.parametrize(("zeroed", "whose"), [(False, scene.NOBODY), (True, "zeros")])
-def test_what_nobody_wrote_is_unwritten_zeroed_or_not(zeroed, whose):
+def test_slot_that_nobody_wrote_is_unwritten_zeroed_or_not(zeroed, whose):
     memory = Memory(2)
     memory.zero([5] if zeroed else [])
     memory.step([Row("a", [1, 2, 3], [5, 6], 2, 1, True)])
@@ -70,7 +70,7 @@ def test_what_nobody_wrote_is_unwritten_zeroed_or_not(zeroed, whose):
     assert memory.verdict == scene.UNWRITTEN
 
 
-def test_a_readers_own_bytes_of_another_position_are_unwritten_and_no_strangers():
+def test_own_bytes_of_another_position_are_unwritten():
     memory = Memory(2)
     memory.step([Row("a", [1, 2, 3, 4, 5], [5, 6, 7], 0, 2, True)])
     memory.step([Row("a", [1, 2, 3, 4, 5], [5, 5, 7], 4, 1, True)])
@@ -78,7 +78,7 @@ def test_a_readers_own_bytes_of_another_position_are_unwritten_and_no_strangers(
     assert memory.verdict == scene.UNWRITTEN
 
 
-def test_a_hit_that_the_step_itself_writes_is_no_fault():
+def test_hit_that_the_same_step_writes_is_written():
     memory = Memory(2)
     rows = [Row("a", [1, 2, 3], [5, 6], 0, 3, True), Row("b", [1, 2, 4], [5, 7], 2, 1, True)]
     memory.step(rows)
@@ -88,21 +88,8 @@ def test_a_hit_that_the_step_itself_writes_is_no_fault():
     assert ([read.position for read in memory.reads], memory.same_step) == ([2, 3], 4)
 
 
-def test_the_last_token_of_a_prompt_is_computed_though_its_block_is_cached():
-    engine = Miniature(publish="write", threshold=99)
-    load = [Arrival("first", [*range(20, 28)], 1), Arrival("same", [*range(20, 28)], 1, after="first")]
-    serve(engine, load)
-    told = {
-        what: [event.block for event in engine.events if (event.what, event.who) == (what, "same")]
-        for what in ("hit", "write")
-    }
-    first = [event.block for event in engine.events if (event.what, event.who) == ("publish", "first")]
-    assert (told["hit"], len(told["write"])) == (first[:1], 1)
-    assert told["write"] != first[1:]
-
-
 @pytest.mark.parametrize("reused", [False, True])
-def test_a_token_that_the_host_learns_later_is_written_all_the_same(reused):
+def test_token_that_the_host_learns_later_is_written(reused):
     """Asynchronous scheduling plans a token before the host knows which it is."""
     memory, tokens = Memory(2), [1]
     memory.step([Row("a", tokens, [5], 0, 1, True)])
@@ -122,48 +109,12 @@ def test_a_token_that_the_host_learns_later_is_written_all_the_same(reused):
         ({"publish": "never"}, "publish: expected plan or write, got never"),
     ],
 )
-def test_what_the_miniature_refuses(arguments, message):
+def test_bad_ingredient_is_refused_by_name(arguments, message):
     with pytest.raises(ValueError, match=message):
         Miniature(**arguments)
 
 
-def test_a_block_of_the_same_content_is_evicted_alone():
-    engine, prompt = Miniature(publish="write", threshold=99), [*range(20, 28)]
-    # Two compute the same in one step. One lives on; the blocks of the other are taken by somebody else.
-    load = [
-        Arrival("first", prompt, 20),
-        Arrival("twin", prompt, 1),
-        Arrival("other", [*range(40, 56)], 1, after="twin"),
-        Arrival("last", [*prompt, 9], 1, after="other"),
-    ]
-    serve(engine, load)
-
-    def blocks(what, who):
-        return [event.block for event in engine.events if (event.what, event.who) == (what, who)]
-
-    assert {*blocks("evict", "other")} & {*blocks("publish", "twin")}
-    assert blocks("hit", "last") == blocks("publish", "first")[:2]
-
-
-@pytest.mark.parametrize(("policy", "withdrawn"), [("priority", {"victim"}), ("fcfs", set())])
-def test_by_priority_alone_a_request_is_preempted_that_is_planned_already(policy, withdrawn):
-    engine = Miniature(policy=policy).run()
-    assert {event.who for event in engine.events if event.what == "withdraw"} == withdrawn
-    assert (engine.memory.verdict == scene.WRITTEN) is (not withdrawn)
-
-
-def test_a_block_without_a_hash_is_taken_again_first():
-    engine = Miniature()
-    # Of six tokens the first four have a block with a hash.
-    serve(engine, [Arrival("first", [*range(6)], 1), Arrival("next", [*range(50, 53)], 1, after="first")])
-    published = {event.block for event in engine.events if event.what == "publish"}
-    first, taken = (
-        [e.block for e in engine.events if (e.who, e.what) == (who, "reuse")] for who in ("first", "next")
-    )
-    assert taken == [block for block in first if block not in published]
-
-
-def test_the_plan_says_from_where_on_a_request_is_computed():
+def test_plan_changes_with_the_first_computed_token():
     plans = []
     for start in (0, 2):
         memory = Memory(2)
@@ -172,7 +123,7 @@ def test_the_plan_says_from_where_on_a_request_is_computed():
     assert plans[0] != plans[1]
 
 
-def test_a_load_that_cannot_end_is_an_error():
+def test_load_that_cannot_end_is_refused():
     # Six blocks of prompt never fit into five.
     with pytest.raises(ValueError, match="load: expected one that ends within 9 steps, got 3 to come"):
         serve(Miniature(5), scene.tenants(), limit=9)

@@ -1,4 +1,4 @@
-"""A fix of incident 5 whose result is wrong is called wrong, although no detector of NaN sees it."""
+"""A fix of incident 5 whose result is wrong is wrong, although no detector of NaN finds it."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ def _padding_left(packed, scales):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "why"),
+    ("damage", "why"),
     [
         (_one_scale, "product"),
         (_hides_nan, "product"),
@@ -42,14 +42,14 @@ def _padding_left(packed, scales):
         (_padding_left, "scales of 5 rows: 1 of"),
     ],
 )
-def test_a_quantiser_that_writes_other_bytes_is_wrong(monkeypatch, spoil, why):
-    def spoilt(x, factor, *, swizzled=True, out=None):
+def test_quantiser_that_writes_other_bytes_is_wrong(monkeypatch, damage, why):
+    def changed(x, factor, *, swizzled=True, out=None):
         out = quantize_nvfp4(x, factor, swizzled=swizzled, out=out)
-        spoil(*out)
+        damage(*out)
         return out
 
     for module in (scene, correct):
-        monkeypatch.setattr(module, "quantize_nvfp4", spoilt)
+        monkeypatch.setattr(module, "quantize_nvfp4", changed)
     verdict, note = fix("quantize_nvfp4")
     assert verdict == WRONG
     assert why in note
@@ -102,11 +102,11 @@ def _more_often(times, tokens, experts, top_k, **options):
         (broken.simulate_with_replacement, "int64"),
     ],
 )
-def test_a_draw_that_favours_somebody_is_wrong(draw, why):
+def test_draw_that_is_not_uniform_is_wrong(draw, why):
     assert why in (correct.wrong_draw(draw, "cpu") or "")
 
 
-def test_a_draw_by_chance_is_right():
+def test_draw_within_two_deviations_is_right():
     assert correct.wrong_draw(partial(_more_often, 50), "cpu") is None
 
 
@@ -120,19 +120,19 @@ def test_a_draw_by_chance_is_right():
         (lambda chosen, weights: (chosen.long(), weights), "int64"),
     ],
 )
-def test_ids_or_weights_that_arrive_as_others_are_wrong(reader, why):
+def test_reader_that_changes_ids_or_weights_is_wrong(reader, why):
     assert why in (correct.wrong_ids(reader, "cpu") or "")
 
 
-def test_packed_ids_and_weights_arrive():
+def test_reader_of_packed_ids_is_right():
     assert correct.wrong_ids(ID_WIDTHS["packed_int32"], "cpu") is None
 
 
 @pytest.mark.parametrize(
     "what", ["a scale", "a percent", "small numbers to zero", "a part of the range", "wide"]
 )
-def test_a_quantiser_per_token_that_loses_rows_is_wrong(monkeypatch, what):
-    def spoilt(x):
+def test_quantiser_per_token_with_other_numbers_is_wrong(monkeypatch, what):
+    def changed(x):
         values, scales = broken.row_alone(x)
         if what == "a scale":
             scales[3] *= 1.01
@@ -147,7 +147,7 @@ def test_a_quantiser_per_token_that_loses_rows_is_wrong(monkeypatch, what):
             values = torch.where(values.float().abs() < 24, 0.0, values.float()).to(values.dtype)
         return values, scales
 
-    monkeypatch.setitem(broken.PER_TOKEN, "row_alone", spoilt)
+    monkeypatch.setitem(broken.PER_TOKEN, "row_alone", changed)
     assert fix("row_alone")[0] == WRONG
 
 
@@ -168,17 +168,17 @@ def ranks(written=()):
 
 
 @pytest.mark.parametrize("write", [_one_off, _thrice_written])
-def test_a_write_that_drops_or_misplaces_is_wrong(monkeypatch, write):
+def test_write_to_another_slot_is_wrong(monkeypatch, write):
     assert correct.wrong_write(0, "cpu", ranks()) is None
     monkeypatch.setattr(null_block, "write_kv", write)
     assert "the cache" in (correct.wrong_write(0, "cpu", ranks()) or "")
 
 
-def test_a_dummy_batch_that_writes_another_block_is_wrong():
+def test_dummy_batch_that_writes_a_block_is_wrong():
     assert "the blocks [7]" in (correct.wrong_write(0, "cpu", ranks((7,))) or "")
 
 
-def test_a_request_attends_to_its_own_tokens_and_to_no_later_one():
+def test_request_attends_to_its_own_tokens_only():
     cache = torch.randn(null_block.BLOCKS, null_block.BLOCK_SIZE, null_block.HEAD)
     q, table = torch.randn(null_block.HEAD), torch.tensor([3, 5, 0, 0])
     keys = torch.cat([cache[3], cache[5, :2]])

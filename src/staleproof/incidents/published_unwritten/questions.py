@@ -143,9 +143,14 @@ def of_release(server: Server) -> Evidence:
     return Evidence(Grade.REAL, f"vLLM {server.release} Scheduler")
 
 
-def every_release(**options: Any) -> dict[str, Server]:
-    """The scheduler of each release with these options, by name."""
-    return {f"vLLM {release}": Server(release, options=tuple(options.items())) for release in RELEASES}
+EVERY = {f"vLLM {release}": Server(release) for release in RELEASES}
+
+
+def some_releases(**options: Any) -> dict[str, Server]:
+    """The scheduler of two releases with these options, by name."""
+    return {
+        f"vLLM {release}": Server(release, options=tuple(options.items())) for release in ("0.22.1", NEWEST)
+    }
 
 
 # The memories of the last run of each server, to compare plans.
@@ -153,11 +158,11 @@ _last: dict[Server, list[Memory]] = {}
 
 
 @incident.question(
-    "one victim, no chunks (threshold 0)", every_release(threshold=0), expect=WRITTEN, evidence=of_release
+    "one victim, no chunks (threshold 0)", some_releases(threshold=0), expect=WRITTEN, evidence=of_release
 )
-@incident.question("one victim, FCFS", every_release(policy="fcfs"), expect=WRITTEN, evidence=of_release)
+@incident.question("one victim, FCFS", some_releases(policy="fcfs"), expect=WRITTEN, evidence=of_release)
 @incident.question(
-    "one victim, AsyncScheduler", every_release(asynchronous=True), expect=UNWRITTEN, evidence=of_release
+    "one victim, AsyncScheduler", some_releases(asynchronous=True), expect=UNWRITTEN, evidence=of_release
 )
 def sizes(server: Server, device: str) -> Answer:
     """One victim and one chat, over 64 sizes around the edge of the pool. Is every hit written?"""
@@ -177,7 +182,7 @@ incident.fixes(
     sizes,
     {
         f"patch unpublish, {name}": Fix(off=server, on=replace(server, patched=True))
-        for name, server in every_release().items()
+        for name, server in EVERY.items()
     },
     compare=changes_sound_plans,
     evidence=of_release,
@@ -192,8 +197,10 @@ BURSTS = {
     **{name: Server(NEWEST, remedy=remedy) for name, remedy in REMEDIES.items() if name != "none"},
     "FCFS": Server(NEWEST, options=(("policy", "fcfs"),)),
     "no chunks (threshold 0)": Server(NEWEST, options=(("threshold", 0),)),
-    **every_release(),
-    **{f"{name}, patched": replace(server, patched=True) for name, server in every_release().items()},
+    "vLLM 0.22.1": Server("0.22.1"),
+    "vLLM 0.22.1, patched": Server("0.22.1", patched=True),
+    "vLLM 0.33.0": Server("0.33.0"),
+    "vLLM 0.33.0, patched": Server("0.33.0", patched=True),
 }
 
 
@@ -208,8 +215,10 @@ BURSTS = {
         "reset_cache": WRITTEN,
         "FCFS": WRITTEN,
         "no chunks (threshold 0)": WRITTEN,
-        **dict.fromkeys(every_release(), FOREIGN),
-        **{f"{name}, patched": WRITTEN for name in every_release()},
+        "vLLM 0.22.1": FOREIGN,
+        "vLLM 0.22.1, patched": WRITTEN,
+        "vLLM 0.33.0": FOREIGN,
+        "vLLM 0.33.0, patched": WRITTEN,
     },
     evidence=of_release,
 )
@@ -235,7 +244,7 @@ def watching() -> Iterator[watch_published.Published]:
 
 @incident.question(
     "watch beside the truth",
-    {name: BURSTS[name] for name in BURSTS if name.startswith(("vLLM 0.22.1", f"vLLM {NEWEST}"))},
+    {name: BURSTS[name] for name in ("vLLM 0.22.1", "vLLM 0.33.0", "vLLM 0.33.0, patched")},
     expect="the same",
     evidence=of_release,
 )
@@ -264,8 +273,8 @@ def watched(server: Server, device: str) -> Answer:
 
 @incident.question(
     "failed load",
-    every_release() | {f"vLLM {NEWEST}, restarted": Server(NEWEST, remedy=RESTART)},
-    expect=dict.fromkeys(every_release(), UNWRITTEN) | {f"vLLM {NEWEST}, restarted": WRITTEN},
+    EVERY | {f"vLLM {NEWEST}, restarted": Server(NEWEST, remedy=RESTART)},
+    expect=dict.fromkeys(EVERY, UNWRITTEN) | {f"vLLM {NEWEST}, restarted": WRITTEN},
     evidence=of_release,
 )
 def failed_load(server: Server, device: str) -> Answer:
