@@ -42,8 +42,15 @@ def slot_of(board: Board, slot: int) -> list[int]:
     return board.slots()[slot].tolist()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (37, 6), (130, 100), (5, 9000)])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "columns"),
+    [
+        *((dtype, 37, 6) for dtype in DTYPES),
+        (torch.float32, 1, 1),
+        (torch.bfloat16, 130, 100),
+        (torch.float16, 5, 9000),
+    ],
+)
 def test_rows_are_those_of_a_plain_count(device, dtype, rows, columns):
     live, board, bad, first = rows // 2, Board(device), [], None
     for seed in range(2):
@@ -90,8 +97,9 @@ def test_strided_rows_need_no_copy_and_give_the_same(device):
     assert slot_of(board, 2) == slot_of(board, 3)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 8, 32])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("top_k", "dtype"), [(1, torch.int32), (3, torch.int64), (8, torch.int32), (32, torch.int64)]
+)
 def test_repeats_are_those_of_a_plain_count(device, top_k, dtype):
     draw = torch.Generator("cpu").manual_seed(top_k)
     ids = torch.randint(-1, 40, (67, top_k), generator=draw, device="cpu").to(device, dtype)
@@ -106,8 +114,8 @@ def test_repeats_are_those_of_a_plain_count(device, top_k, dtype):
     assert slot_of(board, 5) == want
 
 
-@pytest.mark.parametrize("wide", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("pattern", [0x7FFF, 0xFFFF - 2**16, 0x7FC0, 0x7F80])
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pattern", [0x7FFF, 0xFFFF - 2**16])
 def test_a_nan_of_the_hardware_is_no_canary_after_a_conversion(device, wide, pattern):
     """Hardware makes 0x7FFF in bfloat16, which is 0x7FFF0000 in float32: neither all 0 nor all 1."""
     narrow = torch.tensor([[pattern]], dtype=torch.int16).view(torch.bfloat16)

@@ -168,9 +168,15 @@ def test_many_steps_ahead_of_a_busy_stream() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["global", "thread_local"])
-@pytest.mark.parametrize("thread", [False, True], ids=["same thread", "other thread"])
-@pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "own stream"])
+@pytest.mark.parametrize(
+    ("mode", "thread", "own_stream"),
+    [
+        ("global", False, True),
+        ("global", True, False),
+        ("thread_local", False, False),
+        ("thread_local", True, True),
+    ],
+)
 def test_beside_a_capture(mode: Any, thread: bool, own_stream: bool) -> None:
     pages = Case([plain(64, 4096)], "cuda")
     steps = [[n, *range(34, 60)] for n in range(1, 33)]

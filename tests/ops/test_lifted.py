@@ -49,8 +49,9 @@ def function_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callabl
     return of
 
 
-@pytest.mark.parametrize("q_len", [1, 2, None])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("dtype", "q_len"), [(torch.bfloat16, 1), (torch.float32, 2), (torch.float8_e4m3fn, None)]
+)
 def test_rows_of_empty_requests(device, function, dtype, q_len) -> None:
     lens = torch.tensor([3, 0, 5, 0], dtype=torch.int32, device=device)
     starts = None
@@ -65,9 +66,10 @@ def test_rows_of_empty_requests(device, function, dtype, q_len) -> None:
     assert lse.isinf().any()
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softplus_sqrt"])
-@pytest.mark.parametrize("rows", [5, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "score"),
+    [(torch.float32, 5, "softmax"), (torch.bfloat16, 300, "sigmoid"), (torch.bfloat16, 5, "softplus_sqrt")],
+)
 def test_routing(device, function, dtype, rows, score) -> None:
     torch.manual_seed(rows)
     logits = torch.randn(rows, 60, device=device).to(dtype)

@@ -65,7 +65,7 @@ def test_e2m1_rounds_as_torch_does_every_float_near_a_tie(torchs_own):
     assert reference.encode_e2m1(torch.tensor([torch.nan, torch.inf])).tolist() == [7, 7]
 
 
-@pytest.mark.parametrize(("m", "n"), [(m, n) for m in (1, 3, 33, 130) for n in (16, 80, 128)])
+@pytest.mark.parametrize(("m", "n"), [(1, 80), (3, 16), (33, 128), (130, 80)])
 def test_every_byte_is_what_torchs_own_steps_give(torchs_own, m, n):
     x = torch.randn(m, n, generator=torch.Generator().manual_seed(m * n))
     blocks = x.view(m, -1, 16)

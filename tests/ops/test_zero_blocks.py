@@ -147,7 +147,7 @@ def test_random_geometries(device: str, monkeypatch: pytest.MonkeyPatch) -> None
         done += len(layouts)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 17, 31, 32])
+@pytest.mark.parametrize("count", [1, 5, 32])
 def test_each_id_in_the_arguments_of_a_launch_is_read(device: str, count: int) -> None:
     case = Case([plain(64, 40, kv=True), plain(64, 7)], device)
     ids = sorted(random.Random(count).sample(range(1, 64), count))
@@ -165,8 +165,13 @@ def test_every_row_of_every_id_has_a_program(device: str, monkeypatch, pages: in
     case.zero(ids)
 
 
-@pytest.mark.parametrize("page", [1, 15, 16, 17, 31, 4096, 4097, 10_000, 70_001])
-@pytest.mark.parametrize("kv", [False, True], ids=["blocks outermost", "K/V outermost"])
+@pytest.mark.parametrize(
+    ("page", "kv"),
+    [
+        *((1, False), (15, True), (16, False), (17, True), (4096, True), (4097, False), (10_000, True)),
+        (70_001, False),
+    ],
+)
 def test_any_page_size(device: str, page: int, kv: bool) -> None:
     case = Case([plain(4, page, kv=kv)], device)
     case.zero([2])
@@ -228,71 +233,71 @@ CACHE = torch.zeros(6, 2, 8)
 OVERLAPPING = r"kv_caches\[0\]: expected elements with memory of their own"
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([1, 6], "block_ids: expected 1 to 5, got 6"),
-        ([1, 2**62], "block_ids: expected 1 to 5, got 4611686018427387904"),
-        ([1, 2**63], "block_ids: expected a sequence of int64"),
-        ([1, -1], "block_ids: expected 1 to 5, got -1"),
-        ([1, 0], r"block_ids: expected 1 to 5, got 0 \(the null block\)"),
-        ([2, 1, 2], "block_ids: expected each id once, got 2 again"),
-        ([1.0], "block_ids: expected a sequence of int64, got .*float"),
-        (["1"], "block_ids: expected a sequence of int64"),
-        (b"12345678", "block_ids: expected 1 to 5, got 5"),
-        (3, "block_ids: expected a sequence of int64"),
-        (torch.tensor([1.0]), "block_ids: expected torch.int32 or torch.int64, got torch.float32"),
-        (torch.tensor([True]), "block_ids: expected torch.int32 or torch.int64, got torch.bool"),
-        (torch.tensor(1), r"block_ids: expected a tensor of rank 1, got shape \(\)"),
-        (torch.arange(1, 5)[::2], "block_ids: expected a contiguous tensor"),
-    ],
-)
-def test_bad_ids_are_named_before_any_store(device: str, ids: Any, message: str) -> None:
-    case = Case([plain(6, 32)], device)
-    with pytest.raises(ValueError, match=message):
-        case.zeroer.zero(ids)
-    case.check()
+BAD_IDS = [
+    ([1, 6], "block_ids: expected 1 to 5, got 6"),
+    ([1, 2**62], "block_ids: expected 1 to 5, got 4611686018427387904"),
+    ([1, 2**63], "block_ids: expected a sequence of int64"),
+    ([1, -1], "block_ids: expected 1 to 5, got -1"),
+    ([1, 0], r"block_ids: expected 1 to 5, got 0 \(the null block\)"),
+    ([2, 1, 2], "block_ids: expected each id once, got 2 again"),
+    ([1.0], "block_ids: expected a sequence of int64, got .*float"),
+    (["1"], "block_ids: expected a sequence of int64"),
+    (b"12345678", "block_ids: expected 1 to 5, got 5"),
+    (3, "block_ids: expected a sequence of int64"),
+    (torch.tensor([1.0]), "block_ids: expected torch.int32 or torch.int64, got torch.float32"),
+    (torch.tensor([True]), "block_ids: expected torch.int32 or torch.int64, got torch.bool"),
+    (torch.tensor(1), r"block_ids: expected a tensor of rank 1, got shape \(\)"),
+    (torch.arange(1, 5)[::2], "block_ids: expected a contiguous tensor"),
+]
 
 
-@pytest.mark.parametrize(
-    ("caches", "options", "message"),
-    [
-        ([], {}, "kv_caches: expected at least one tensor"),
-        ([3], {}, r"kv_caches\[0\]: expected a torch.Tensor"),
-        ([CACHE.bool()], {}, r"kv_caches\[0\]: expected a dtype whose zero bytes are 0"),
-        ([CACHE.to(torch.complex64)], {}, r"kv_caches\[0\]: expected a dtype whose zero bytes"),
-        ([CACHE.to(torch.float8_e8m0fnu)], {}, r"kv_caches\[0\]: expected a dtype whose zero"),
-        ([CACHE.to_sparse()], {}, r"kv_caches\[0\]: expected a dense tensor"),
-        ([CACHE.to("meta")], {}, r"kv_caches\[0\]: expected a (cpu|cuda) tensor, got meta"),
-        ([CACHE[:0]], {}, r"kv_caches\[0\]: expected elements"),
-        ([CACHE, CACHE[:3]], {}, r"kv_caches\[1\]: expected 6 blocks of the manager, got 3"),
-        ([CACHE[:3], CACHE], {}, r"kv_caches\[1\]: expected 3 blocks of the manager, got 6"),
-        ([CACHE[:, :, :4]], {}, r"kv_caches\[0\]: expected the elements of a block side by side"),
-        ([CACHE[:, :, ::2]], {}, r"kv_caches\[0\]: expected the elements of a block side by side"),
-        ([CACHE[:1].expand(6, 2, 8)], {}, r"kv_caches\[0\]: expected .* and blocks apart"),
-        ([CACHE.expand(3, 6, 2, 8)], {"block_dim": 1}, r"kv_caches\[0\]: expected the elements"),
-        *(
-            ([torch.zeros(300).as_strided(*shape)], {"block_dim": axis}, OVERLAPPING)
-            for axis, shape in ((1, ((2, 6, 8), (16, 8, 1))), (2, ((2, 3, 6, 8), (96, 48, 8, 1))))
-        ),
-        ([CACHE], {"block_dim": 3}, r"block_dim: expected an axis of kv_caches\[0\], 0 to 2, got"),
-        ([CACHE], {"block_dim": -1}, r"block_dim: expected an axis of kv_caches\[0\], 0 to 2"),
-        ([CACHE, CACHE], {"block_dim": [0]}, r"block_dim: expected one int, or 2, got \[0\]"),
-        ([CACHE], {"block_dim": None}, "block_dim: expected one int, or 1, got None"),
-        ([CACHE], {"block_size_ratio": 4}, "block_size_ratio: expected a divisor of the 6 blocks"),
-        ([CACHE], {"block_size_ratio": 0}, "block_size_ratio: expected a divisor of the 6 blocks"),
-    ],
-)
-def test_bad_caches_are_named(device: str, caches: list[Any], options: dict[str, Any], message: str) -> None:
-    there = [
-        # The copy keeps the strides, which are what is wrong.
-        torch.empty_strided(c.shape, c.stride(), dtype=c.dtype, device=device)
-        if isinstance(c, torch.Tensor) and c.layout == torch.strided and c.device.type == "cpu"
-        else c
-        for c in caches
-    ]
-    with pytest.raises(ValueError, match=message):
-        BlockZeroer(there, **options)
+def test_bad_ids_are_named_before_any_store(device: str) -> None:
+    for ids, message in BAD_IDS:
+        case = Case([plain(6, 32)], device)
+        with pytest.raises(ValueError, match=message):
+            case.zeroer.zero(ids)
+        case.check()
+
+
+BAD_CACHES = [
+    ([], {}, "kv_caches: expected at least one tensor"),
+    ([3], {}, r"kv_caches\[0\]: expected a torch.Tensor"),
+    ([CACHE.bool()], {}, r"kv_caches\[0\]: expected a dtype whose zero bytes are 0"),
+    ([CACHE.to(torch.complex64)], {}, r"kv_caches\[0\]: expected a dtype whose zero bytes"),
+    ([CACHE.to(torch.float8_e8m0fnu)], {}, r"kv_caches\[0\]: expected a dtype whose zero"),
+    ([CACHE.to_sparse()], {}, r"kv_caches\[0\]: expected a dense tensor"),
+    ([CACHE.to("meta")], {}, r"kv_caches\[0\]: expected a (cpu|cuda) tensor, got meta"),
+    ([CACHE[:0]], {}, r"kv_caches\[0\]: expected elements"),
+    ([CACHE, CACHE[:3]], {}, r"kv_caches\[1\]: expected 6 blocks of the manager, got 3"),
+    ([CACHE[:3], CACHE], {}, r"kv_caches\[1\]: expected 3 blocks of the manager, got 6"),
+    ([CACHE[:, :, :4]], {}, r"kv_caches\[0\]: expected the elements of a block side by side"),
+    ([CACHE[:, :, ::2]], {}, r"kv_caches\[0\]: expected the elements of a block side by side"),
+    ([CACHE[:1].expand(6, 2, 8)], {}, r"kv_caches\[0\]: expected .* and blocks apart"),
+    ([CACHE.expand(3, 6, 2, 8)], {"block_dim": 1}, r"kv_caches\[0\]: expected the elements"),
+    *(
+        ([torch.zeros(300).as_strided(*shape)], {"block_dim": axis}, OVERLAPPING)
+        for axis, shape in ((1, ((2, 6, 8), (16, 8, 1))), (2, ((2, 3, 6, 8), (96, 48, 8, 1))))
+    ),
+    ([CACHE], {"block_dim": 3}, r"block_dim: expected an axis of kv_caches\[0\], 0 to 2, got"),
+    ([CACHE], {"block_dim": -1}, r"block_dim: expected an axis of kv_caches\[0\], 0 to 2"),
+    ([CACHE, CACHE], {"block_dim": [0]}, r"block_dim: expected one int, or 2, got \[0\]"),
+    ([CACHE], {"block_dim": None}, "block_dim: expected one int, or 1, got None"),
+    ([CACHE], {"block_size_ratio": 4}, "block_size_ratio: expected a divisor of the 6 blocks"),
+    ([CACHE], {"block_size_ratio": 0}, "block_size_ratio: expected a divisor of the 6 blocks"),
+]
+
+
+def test_bad_caches_are_named(device: str) -> None:
+    for caches, options, message in BAD_CACHES:
+        there = [
+            # The copy keeps the strides, which are what is wrong.
+            torch.empty_strided(c.shape, c.stride(), dtype=c.dtype, device=device)
+            if isinstance(c, torch.Tensor) and c.layout == torch.strided and c.device.type == "cpu"
+            else c
+            for c in caches
+        ]
+        with pytest.raises(ValueError, match=message):
+            BlockZeroer(there, **options)
 
 
 def test_one_cache_is_no_sequence_of_caches(device: str) -> None:

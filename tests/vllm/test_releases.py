@@ -82,7 +82,6 @@ def test_releases_as_spans():
     assert (releases.spans(names), releases.spans([])) == ("0.18.0, 0.19.0, 0.20.2 to 0.21.0", "")
 
 
-@pytest.mark.parametrize("name", patches())
-def test_a_patch_has_a_function_to_wrap_in_each_release_that_it_says_it_is_for(name):
-    patch = patches()[name]
-    assert not [v for v in table() if patch.applies_to(v) and not patch.targets_for(v)]
+def test_a_patch_has_a_function_to_wrap_in_each_release_that_it_says_it_is_for():
+    for patch in patches().values():
+        assert not [v for v in table() if patch.applies_to(v) and not patch.targets_for(v)], patch.name

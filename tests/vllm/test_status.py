@@ -60,8 +60,12 @@ def test_in_a_terminal_the_evidence_needs_v_but_not_for_what_is_refused(patches,
     assert "evidence; --explain" not in flat[1]
 
 
-@pytest.mark.parametrize("name", vllm_plugin.patches())
-def test_an_explanation_has_these_fields(name):
+def test_an_explanation_has_these_fields():
+    for name in vllm_plugin.patches():
+        _has_these_fields(name)
+
+
+def _has_these_fields(name):
     patch = vllm_plugin.patches()[name]
     lines = shown.explanation(name).splitlines()
     assert lines[:4] == [f"{name}: {patch.summary}", "", patch.mechanism, ""]
@@ -98,7 +102,7 @@ def test_patches_of_a_release_that_is_not_installed_would_apply(patches):
     assert "patched" not in text
 
 
-@pytest.mark.parametrize("version", ["0.18", "v0.18", "0.18.1", "v0.18.1", " 0.18.1"])
+@pytest.mark.parametrize("version", ["v0.18", " 0.18.1"])
 def test_a_series_is_its_last_release_and_says_so(patches, version):
     code, text = patches("--version", version)
     assert (code, text[:28]) == (0, "vLLM 0.18.1, recorded probes")
@@ -184,7 +188,7 @@ def test_the_upgrade_is_the_first_later_release_with_the_fewest_defects(monkeypa
     assert status.upgrade(decided, release) == line
 
 
-@pytest.mark.parametrize("plugins", ["", "other", "other,second", "other, staleproof"])
+@pytest.mark.parametrize("plugins", ["other", "other, staleproof"])
 def test_a_plugin_that_vllm_does_not_load_patches_nothing(installed, patches, monkeypatch, plugins):
     installed("0.22.1", FILES)
     monkeypatch.setenv("VLLM_PLUGINS", plugins)
@@ -259,8 +263,6 @@ def test_a_posix_locale_reads_every_file(installed, tmp_path):
     [
         ("", ""),
         ("WATCH=0\t WATCH_PORT=no PORT=9463\t UNKNOWN=probe SWITCH=/no REQUIRE=scale_padding,topk_nan", ""),
-        ("WATCH=on", ""),
-        ("WATCH=false", ""),
         ("WATCH=yes", "STALEPROOF_WATCH: expected 1, on or true, got 'yes': nothing is watched"),
         ("WATCH=1 WATCH_PORT=no", "STALEPROOF_WATCH_PORT: expected 1 to 65535, got 'no': nothing is watched"),
         ("REQUIRE=foo", "vLLM does not start: STALEPROOF_REQUIRE=foo: foo is no patch (known: mla_padding,"),
@@ -271,8 +273,6 @@ def test_a_posix_locale_reads_every_file(installed, tmp_path):
         ("UNKNOWN=prob", "STALEPROOF_UNKNOWN: expected probe, got 'prob'"),
         ("PORT=abc", "STALEPROOF_PORT: expected 1 to 65535, got 'abc': nobody can ask"),
         ("PORT=65536", "STALEPROOF_PORT: expected 1 to 65535, got '65536': nobody can ask"),
-        ("PORT=0", "STALEPROOF_PORT: expected 1 to 65535, got '0': nobody can ask"),
-        ("PORT=\N{SUPERSCRIPT TWO}", "STALEPROOF_PORT: expected 1 to 65535, got"),
         (
             f"SWITCH={__file__}",
             f"STALEPROOF_SWITCH: {__file__} switches off the patches that it names, or all",
