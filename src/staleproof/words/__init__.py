@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from staleproof import check
+from staleproof.device import one_thread, select
 from staleproof.words.model import INSTALL as INSTALL
 from staleproof.words.model import load, unavailable_reason
 from staleproof.words.server import Kernel, Served, Server
@@ -43,7 +44,9 @@ def serve(
     rows: int = 8,
     tokens: int = 12,
 ) -> Served:
-    """Serve prompts in padded decode steps on the CPU, and return what their users saw.
+    """Serve prompts in padded decode steps, and return what their users saw.
+
+    On a CPU all is float32; on a CUDA device q, the KV cache and the attention output are bfloat16.
 
     Compare token ids of two calls only if both have the same ``fp8``: one scale for the batch changes texts
     by itself, without any fault.
@@ -73,20 +76,16 @@ def serve(
         kernel = KERNELS[kernel]
     check.require(tokens > 0, "tokens", "at least 1", tokens)
     check.require(rows > 0, "rows", "at least 1", rows)
-    model = load()
-    before = torch.get_num_threads()
+    model = load(device=select())
     # A second thread gains these small products nothing, and waits on a busy machine.
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            server = Server(
-                model,
-                kernel=kernel,
-                memory=memory_of(memory),
-                quantise=quantize_fp8_per_tensor if fp8 else None,
-                clear=clear_empty_rows if clear else None,
-                rows=rows,
-            )
-            return server.serve(prompts, tokens)
-    finally:
-        torch.set_num_threads(before)
+    with one_thread(), torch.inference_mode():
+        server = Server(
+            model,
+            kernel=kernel,
+            memory=memory_of(memory),
+            quantise=quantize_fp8_per_tensor if fp8 else None,
+            clear=clear_empty_rows if clear else None,
+            rows=rows,
+            dtype=torch.float32 if model.device == "cpu" else torch.bfloat16,
+        )
+        return server.serve(prompts, tokens)

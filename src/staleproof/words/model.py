@@ -202,9 +202,8 @@ def _tokenizer(field: Callable[[str], Any]) -> Any:
     return tokenizer
 
 
-@cache
 def load(path: Path | None = None, device: str = "cpu") -> SmolLM2:
-    """The model, loaded once a process (some seconds, 540 MB of memory).
+    """The model, loaded once a process (5 s of one core, 540 MB of memory).
 
     Args:
         path: the GGUF file; by default that of the installed wheel.
@@ -219,5 +218,10 @@ def load(path: Path | None = None, device: str = "cpu") -> SmolLM2:
             raise RuntimeError(reason)
         path = _wheel_file()
     assert path is not None
+    return _load(path, device)
+
+
+@cache
+def _load(path: Path, device: str) -> SmolLM2:
     with torch.inference_mode():
         return SmolLM2(path, device)
