@@ -1,4 +1,4 @@
-"""Writes figures of an H200's recorded run, and the triage table, into README.md and ``workbook/figures.md``.
+"""Writes figures of an H200's recorded run, and the triage table, into README.md and pages of ``workbook``.
 
 ``python -m tools.figures`` writes the parts between markers, and README's picture. README has one sentence on
 times, and an answer of ``diagnose``. The cases in the tables of times follow a rule, not our choice: each
@@ -23,7 +23,8 @@ _WRITTEN = "<!-- written by python -m tools.figures from"
 # Where a written part begins, by its source.
 BEGIN = f"{_WRITTEN} workbook/runs/{MACHINE} -->"
 BEGIN_DIAGNOSE = f"{_WRITTEN} staleproof diagnose -->"
-SYMPTOM = "NaN from DeepSeek R1 with CUDA graphs on 0.20"
+# What the example of diagnose is asked.
+EXAMPLE = {"symptom": "nan", "version": "0.22.1", "model": "deepseek-r1", "graphs": "full"}
 BEGIN_TRIAGE = f"{_WRITTEN} src/staleproof/triage/triage.toml -->"
 END = "<!-- end of the written part -->"
 PICTURE = "workbook/first-bad-stage.svg"
@@ -382,11 +383,16 @@ def short(run: Run) -> str:
 
 def diagnosis() -> str:
     """A command and its answer."""
-    from staleproof.triage import answer, facts, judge
+    from staleproof.triage import answer, judge
+    from staleproof.triage.facts import Facts
 
-    known = facts.from_words(SYMPTOM)
+    known = Facts()
+    for name, word in EXAMPLE.items():
+        known.learn(name, word, f"--{name}")
+    known.derive()
     said = answer.as_text(known, judge.judge_all(known), 80)
-    return f'```console\n$ staleproof diagnose --symptom "{SYMPTOM}"\n{said}\n```'
+    options = " ".join(f"--{name} {word}" for name, word in EXAMPLE.items())
+    return f"```console\n$ staleproof diagnose {options}\n{said}\n```"
 
 
 def replaced(page: str, begin: str, text: str, end: str = END) -> str:
@@ -402,7 +408,7 @@ def replaced(page: str, begin: str, text: str, end: str = END) -> str:
 
 def parts(run: Run) -> Iterator[tuple[str, str, str]]:
     """File, beginning and text of each written part."""
-    yield "README.md", BEGIN_TRIAGE, triage.markdown(lambda row: f"notebooks/{row.notebook}")
+    yield "workbook/symptoms.md", BEGIN_TRIAGE, triage.markdown(lambda row: f"../notebooks/{row.notebook}")
     yield "README.md", BEGIN, short(run)
     yield "README.md", BEGIN_DIAGNOSE, diagnosis()
     yield "workbook/figures.md", BEGIN, section(run)

@@ -1,4 +1,4 @@
-"""``staleproof diagnose``: options, a log, questions, bad input."""
+"""``staleproof diagnose``: options, a log, a command, questions, bad input."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from staleproof.triage.facts import ASK
 
 LOGS = Path(__file__).parents[1] / "triage/logs"
 OOM = LOGS / "vllm-0.18.1-oom-gb200.log"
+NAN = ("--symptom", "nan", "--version", "0.22.1", "--graphs", "full", "--model", "deepseek-r1")
 
 
 def diagnose(capsys, *arguments: str) -> str:
     assert cli.main(["diagnose", *arguments]) == 0
     return capsys.readouterr().out
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
 
 
 def refused(capsys, *arguments: str) -> str:
@@ -32,169 +37,159 @@ def refused(capsys, *arguments: str) -> str:
     return line
 
 
-def test_options_give_ranked_rows_with_evidence_patch_and_notebook(capsys):
-    given = "symptom=nan version=0.18.1 model=mla gpu=b200 graphs=full quant=none"
-    text = diagnose(capsys, "-v", *(f"--{option}" for option in given.split(" ")))
-    first = text[text.index("1. ") : text.index("2. ")]
-    assert first.startswith("1. fits: empty_rows (mla_padding)")
-    for words in ("patch     mla_padding: ", "--enforce-eager", "real: ", "notebooks/01_mla_padding.ipynb"):
-        assert words in first
-    assert "scale_padding: quant none (--quant); it needs nvfp4" in text
+def test_a_row_that_fits_comes_with_flag_control_patch_and_chapter(capsys):
+    text = flat(diagnose(capsys, *NAN, "--gpu", "b200", "--backend", "TRITON_MLA"))
+    for words in (
+        "fits as far as known: empty_rows (evidence: real).",
+        "do now --enforce-eager",
+        "Control: restart one replica unchanged as well.",
+        "mla_padding: would apply, touches TRITON_MLA",
+        "notebooks/01_mla_padding.ipynb",
+    ):
+        assert words in text
 
 
-def test_a_log_as_file_as_argument_and_from_stdin_say_the_same(capsys, monkeypatch):
+def test_the_missing_fact_comes_first_and_nothing_is_said_to_do(capsys):
+    text = flat(diagnose(capsys, *NAN))
+    assert "not decided: --gpu? Which GPU?" in text
+    assert "on an H200 the NaN stayed in padding rows" in text
+    assert "do now" not in text
+
+
+def test_none_of_these_comes_with_the_next_step_of_its_kind(capsys):
+    for symptom, step in (
+        ("crash", "compute-sanitizer"),
+        ("nan", "STALEPROOF_WATCH=1"),
+        ("leak", "ps -o rss"),
+    ):
+        text = flat(
+            diagnose(
+                capsys, "--symptom", symptom, "--version", "0.33.0", "--model", "dense", "--quant", "none"
+            )
+        )
+        assert "none of these: no row fits" in text
+        assert f"next ({symptom}):" in text
+        assert step in text
+
+
+def test_what_was_measured_otherwise_is_named_and_does_not_lead(capsys):
+    text = flat(diagnose(capsys, *NAN, "--backend", "FLASH_ATTN_MLA"))
+    assert "none of these" in text
+    assert "measured otherwise: empty_rows: on an H200" in text
+    assert "do now" not in text
+
+
+def test_another_server_stops_with_its_thread(capsys):
+    text = flat(diagnose(capsys, "--symptom", "SGLang on B200: accuracy drops with trtllm_mla"))
+    assert "another server: sglang (your words)" in text
+    assert "SGLang #22688" in text
+    assert "none of these" not in text
+
+
+def test_words_say_what_was_taken_from_them(capsys):
+    text = flat(diagnose(capsys, "--symptom", "garbled text from Kimi-K2 on B200, gone with --enforce-eager"))
+    assert "symptom nan (your words: garbled)" in text
+    assert "gpu sm100 (your words)" in text
+    assert "helped: enforce-eager" in text
+    assert "your words name none of nan, crash" in flat(diagnose(capsys, "--symptom", "it is slow"))
+
+
+def test_a_log_as_file_as_argument_and_from_stdin_say_the_same(capsys, monkeypatch, tmp_path):
     by_option = diagnose(capsys, "--log", str(OOM))
-    assert "\nfits: decode_buffer (evidence: replica). OOM after upgrade" in by_option
+    assert "\nfits as far as known: decode_buffer (evidence: replica). OOM after upgrade" in by_option
     assert diagnose(capsys, str(OOM)) == by_option
-    for dash in (["-"], ["--log", "-"]):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(OOM.read_text()))
-        assert diagnose(capsys, *dash) == by_option
+    monkeypatch.setattr(sys, "stdin", io.StringIO(OOM.read_text()))
+    assert diagnose(capsys, "-") == by_option
+    (tmp_path / "broken.log").write_bytes(OOM.read_bytes() + b"\xff")
+    assert diagnose(capsys, str(tmp_path / "broken.log")) == by_option
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(OOM.read_bytes() + b"\xff"), "utf-8"))
+    assert diagnose(capsys, "-") == by_option
+    # As a Windows editor saves it.
+    (tmp_path / "crlf.log").write_bytes(OOM.read_bytes().replace(b"\n", b"\r\n"))
+    assert diagnose(capsys, str(tmp_path / "crlf.log")) == by_option
 
 
-def test_a_log_of_one_line_that_names_the_model_and_one_with_a_broken_character_are_read(
-    capsys, monkeypatch, tmp_path
-):
-    path = tmp_path / "a.log"
-    path.write_text("Resolved architecture: DeepseekV3ForCausalLM")
-    assert "known: model mla moe no hybrid (line 1)\n" in diagnose(capsys, str(path))
-    path.write_bytes(OOM.read_bytes() + b"\xff")
-    assert diagnose(capsys, str(path)) == diagnose(capsys, str(OOM))
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes()), "utf-8"))
-    assert diagnose(capsys, "-") == diagnose(capsys, str(OOM))
+def test_an_option_overrides_the_log_and_the_log_overrides_a_sentence(capsys):
+    text = flat(diagnose(capsys, "-v", "--log", str(OOM), "--version", "0.20.0"))
+    assert "decode_buffer: vLLM 0.20.0 does not have it (0.18.0 to 0.19.1 do)" in text
+    assert "version 0.18.1 (line" in flat(diagnose(capsys, str(OOM), "--symptom", "OOM on 0.24.0"))
 
 
-def test_what_fits_and_the_names_of_the_lines_are_bold(capsys, monkeypatch):
-    monkeypatch.setattr(typer, "style", lambda text, bold: f"<{text}>")
-    bold = re.findall("<(.*?)>", diagnose(capsys, str(OOM)))
-    assert bold == ["known: ", "fits: ", "   do now", "   confirm", "   patch", "   read"]
-    assert "<1. fits: decode_buffer (decode_buffer)>\n" in diagnose(capsys, "-v", str(OOM))
-
-
-def test_an_option_overrides_the_log(capsys):
-    text = diagnose(capsys, "-v", "--log", str(OOM), "--version", "0.20.0")
-    assert "decode_buffer: vLLM 0.20.0 does not have it (0.18.0 to 0.19.1 do)" in " ".join(text.split())
-
-
-def test_what_options_and_answers_say_of_the_backend_says_something_of_the_model_and_the_graphs(
-    capsys, monkeypatch
-):
-    given = ("--symptom", "nan", "--backend", "TRITON_MLA", "--graphs", "full", "--version", "0.20.2")
-    said = " ".join(diagnose(capsys, *given).split())
-    assert "graphs piecewise (Triton MLA has no full graphs before 0.22.0)" in said
-    assert "model mla (--backend)" in said
-    answers = {ASK["symptom"]: "OOM", ASK["version"]: "0.18.1", ASK["backend"]: "FLASHINFER_MLA"}
-    monkeypatch.setattr(typer, "prompt", lambda text, **_: answers.get(text, ""))
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    assert "model mla (you)" in " ".join(diagnose(capsys).split())
-
-
-def test_words_are_read_with_the_symptom_and_an_option_overrides_them(capsys):
-    text = diagnose(capsys, "--symptom", "NaN from DeepSeek with CUDA graphs on 0.20")
-    assert "version 0.20.2 (your words)" in " ".join(text.split())
-    assert "model mla moe no hybrid (DeepSeek, taken for V2, V3 or R1)" in " ".join(text.split())
-    # 0.20.2 does not have the buffer of incident 2, and no row of it is named.
-    assert "decode_buffer" not in text
-    assert "version 0.18.1 (--version)" in diagnose(capsys, "--symptom", "NaN on 0.20", "--version", "0.18.1")
-
-
-def test_what_words_say_of_another_server_is_a_note(capsys):
-    assert "note: the table is of vLLM's releases" in diagnose(capsys, "--symptom", "NaN with sglang")
-
-
-def test_words_replace_what_a_log_of_another_kind_says(capsys):
+def test_a_symptom_that_is_named_wins_over_another_failure_in_the_log(capsys):
     log = str(LOGS / "host-oom-killed.log")
-    assert "\nnothing here fits; this looks like a host out of memory" in diagnose(capsys, log)
-    text = diagnose(capsys, log, "--symptom", "host memory grows")
-    assert "fits: undrained_ids" in text
-    assert "note: line 5 of the log looks like a host out of memory" in text
-    assert "symptom leak (your words)" in " ".join(text.split())
-    words = json.loads(diagnose(capsys, log, "--symptom", "NaN from Qwen3-Next", "--json"))
-    assert words["known"]["model"] == {"mla": False, "moe": True, "hybrid": True}
-    # Nor is it the answer where nothing fits the words.
-    given = (log, "--symptom", "OOM", "--version", "0.33.0", "--model", "dense")
-    assert "Nothing in the table fits." in diagnose(capsys, *given)
-    answer = json.loads(diagnose(capsys, *given, "--json"))
-    assert (answer["nothing_fits"], answer["looks_like"]) == (True, None)
+    assert "none of these. This looks like a host out of memory" in flat(diagnose(capsys, log))
+    text = diagnose(capsys, log, "--symptom", "leak")
+    assert "undrained_ids" in text
+    assert "looks like" not in text
 
 
-def test_json_for_programs(capsys):
+def test_json_says_what_the_text_says(capsys):
     answer = json.loads(diagnose(capsys, "--log", str(OOM), "--json"))
     assert answer["known"]["version"] == "0.18.1"
-    assert answer["origin"]["symptom"] == "line 15"
     first = answer["rows"][0]
-    assert (first["key"], first["status"], first["patches"][0]["patch"]) == (
+    assert (answer["answer"], first["key"], first["status"]) == (
+        "fits as far as known",
         "decode_buffer",
-        "fits",
-        "decode_buffer",
+        "fits as far as known",
     )
-    assert all(item["rests_on"] for row in answer["rows"] for item in row["evidence"])
+    assert (first["patches"][0]["state"], first["patches"][0]["touches"]) == (
+        "would apply",
+        "touches FLASHINFER_MLA",
+    )
+    assert first["do_now"] == first["flag"]
+    assert first["control"].startswith("Control: restart one replica unchanged")
+    assert [row["do_now"] for row in answer["rows"][1:]] == [None] * len(answer["rows"][1:])
+    open_answer = json.loads(diagnose(capsys, *NAN, "--json"))
+    assert (open_answer["answer"], open_answer["ask"][0]) == ("not decided", "--gpu")
+    assert open_answer["next"][0].startswith("start two replicas")
 
 
 def test_the_whole_table(capsys):
     assert "Accuracy drops with uptime" in diagnose(capsys, "--table")
-    for other in (["--json"], ["-v"], ["--version", "0.18.1"], ["--symptom", "NaN"], [str(OOM)]):
+    for other in (["--json"], ["-v"], ["--version", "0.18.1"], ["--symptom", "nan"], [str(OOM)]):
         assert "--table takes no other option and no log" in refused(capsys, "--table", *other)
 
 
-def test_help_names_every_quantisation(capsys):
-    assert "nvfp4, mxfp4, fp8, other, none" in " ".join(diagnose(capsys, "--help").replace("│", "").split())
-
-
-def test_questions_are_asked_of_a_person_and_a_bad_answer_is_asked_again(capsys, monkeypatch):
+def asked_for(monkeypatch, answers: dict[str, str]) -> list[str]:
+    """The questions that are asked, with these answers by how a question begins."""
     asked: list[str] = []
-    answers = iter(["slow", "host memory", "0.22.1", ""])
 
     def prompt(text: str, **options: object) -> str:
         asked.append(text)
-        # The answer is typed on a line of its own, and Enter is one.
-        assert options == {"default": "", "show_default": False, "prompt_suffix": "\n> "}
-        return next(answers)
+        return next((answer for begin, answer in answers.items() if text.startswith(begin)), "")
 
     monkeypatch.setattr(typer, "prompt", prompt)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    text = diagnose(capsys)
-    assert re.search("symptom: expected one of .*; Enter if you do not know\n", text)
-    first = "What do you see"
-    assert [line.split("?")[0] for line in asked] == [first, first, "Which vLLM release", "Which model"]
-    assert "fits as far as known: undrained_ids (evidence: real)." in text
+    return asked
 
 
-def test_the_first_answer_may_be_a_sentence(capsys, monkeypatch):
-    asked: list[str] = []
-    monkeypatch.setattr(typer, "prompt", lambda text, **_: asked.append(text) or next(answers))
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    answers = iter(["NaN on vLLM 9.9.9", "NaN from DeepSeek R1 with CUDA graphs on 0.20", *[""] * 4])
-    text = " ".join(diagnose(capsys).split())
-    assert "version: vLLM 9.9.9 is not" in text
-    assert "version 0.20.2 (your words), graphs full (your words), model mla moe no hybrid" in text
-    assert {*asked} & {ASK["version"], ASK["model"], ASK["graphs"]} == set()
+def test_in_a_terminal_symptom_deciding_facts_and_what_was_tried_are_asked_for(capsys, monkeypatch):
+    answers = {
+        "What do you see": "nan",
+        "Which vLLM": "0.20.2",
+        "Which model": "DeepSeek-R1",
+        "Which GPU": "B200",
+    }
+    asked = asked_for(monkeypatch, {**answers, "Which CUDA": "full", "What was tried": "--enforce-eager"})
+    text = flat(diagnose(capsys))
+    assert [question.split("?")[0] for question in asked[:3]] == [
+        "What do you see",
+        "Which vLLM release",
+        "Which model",
+    ]
+    assert "stranger" in text
+    assert "fits: empty_rows" in text
+    assert "helped: enforce-eager" in text
 
 
-def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path):
-    assert "symptom: expected one of" in refused(capsys, "--symptom", "slow")
-    assert "version: vLLM 9.9" in refused(capsys, "--version", "9.9")
-    assert "No such file" in refused(capsys, "--log", str(tmp_path / "absent.log"))
-    assert f"{tmp_path}: Is a directory" in refused(capsys, str(tmp_path))
-    (tmp_path / "empty.log").write_text(" \n")
-    assert "nothing in it" in refused(capsys, str(tmp_path / "empty.log"))
-    (tmp_path / "binary.log").write_bytes(b"\0\1\2")
-    assert "a binary file" in refused(capsys, str(tmp_path / "binary.log"))
-    other = str(LOGS / "not-a-vllm.log")
-    assert "is it a log of vLLM?" in refused(capsys, other)
-    beside = " ".join(diagnose(capsys, other, "--gpu", "h200").split())
-    assert f"note: {other}: no line says a release, a model, a backend or an error that we know" in beside
-    assert "one log, please" in refused(capsys, str(OOM), "--log", str(OOM))
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
-    assert "give --symptom" in refused(capsys)
-
-
-def test_no_answer_to_any_of_five_questions_says_nothing(capsys, monkeypatch):
-    asked: list[str] = []
-    monkeypatch.setattr(typer, "prompt", lambda text, **_: asked.append(text) or "")
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    assert cli.main(["diagnose"]) == 2
-    assert "nothing is known" in capsys.readouterr().err
-    assert len({*asked}) == len(asked) == 5
+def test_no_answer_to_any_question_is_an_answer_too_and_json_asks_nothing(capsys, monkeypatch):
+    asked = asked_for(monkeypatch, {})
+    assert "not decided" in diagnose(capsys)
+    assert asked[0] == ASK["symptom"]
+    assert len({*asked}) == len(asked)
+    asked.clear()
+    assert json.loads(diagnose(capsys, "--json"))["answer"] == "not decided"
+    assert asked == []
 
 
 def test_ctrl_c_at_a_question_ends_as_it_does_elsewhere(capsys, monkeypatch):
@@ -202,6 +197,26 @@ def test_ctrl_c_at_a_question_ends_as_it_does_elsewhere(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     assert cli.main(["diagnose"]) == 130
     assert capsys.readouterr().err == "staleproof: interrupted\n"
+
+
+def test_only_a_log_that_cannot_be_read_and_an_option_that_is_none_end_in_2(capsys, tmp_path):
+    assert "No such file" in refused(capsys, "--log", str(tmp_path / "absent.log"))
+    assert f"{tmp_path}: Is a directory" in refused(capsys, str(tmp_path))
+    (tmp_path / "empty.log").write_text(" \n")
+    assert "nothing in it" in refused(capsys, str(tmp_path / "empty.log"))
+    (tmp_path / "binary.log").write_bytes(b"\0\1\2")
+    assert "a binary file" in refused(capsys, str(tmp_path / "binary.log"))
+    assert "one log, please" in refused(capsys, str(OOM), "--log", str(OOM))
+    assert "No such option" in refused(capsys, "--nosuch")
+    assert "is it a log of vLLM?" in flat(diagnose(capsys, str(LOGS / "not-a-vllm.log")))
+    for arguments in (
+        (),
+        ("--version", "9.9"),
+        ("--symptom", "slow"),
+        ("--gpu", "voodoo2"),
+        ("--helped", "hope"),
+    ):
+        assert "not decided" in diagnose(capsys, *arguments)
 
 
 def test_it_works_without_torch_and_in_a_narrow_terminal():
@@ -220,3 +235,9 @@ def test_it_works_without_torch_and_in_a_narrow_terminal():
     for columns, text in zip((60, 80), screens, strict=True):
         assert "decode_buffer" in text
         assert [line for line in text.splitlines() if len(line) > columns and len(line.split()) > 1] == []
+
+
+def test_the_answer_and_the_names_of_its_lines_are_bold(capsys, monkeypatch):
+    monkeypatch.setattr(typer, "style", lambda text, bold: f"<{text}>")
+    bold = re.findall("<(.*?)>", diagnose(capsys, str(OOM)))
+    assert bold[:5] == ["known: ", "fits as far as known: ", "   do now", "   confirm", "   not when"]

@@ -82,7 +82,7 @@ def test_tables_and_conclusion_of_a_recorded_run_fit_80_columns():
 FIRST = {
     "": ("Usage: staleproof", "  staleproof diagnose  "),
     "-h": ("Usage: staleproof", "From what you see, or a log, to what to do now."),
-    "diagnose --symptom NaN --model mla": ("known: symptom nan", "   do now    "),
+    "diagnose --symptom NaN --model mla": ("known: symptom nan", "not decided: --version?"),
     "patches --version 0.18.1": ("vLLM 0.18.1, ", "would apply  decode_buffer      MLA models on CUTLASS or"),
     "patches --version 0.16.0": ("vLLM 0.16.0, ", "refused      "),
     "patches --version 0.18.1 -v": ("vLLM 0.18.1, ", "574 divides by a sum that is 0"),

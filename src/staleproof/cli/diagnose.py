@@ -1,4 +1,4 @@
-"""``staleproof diagnose``: from a symptom or a pasted log to what fits."""
+"""``staleproof diagnose``: from a symptom, a log and a command line to what fits, or that nothing does."""
 
 from __future__ import annotations
 
@@ -19,50 +19,51 @@ if TYPE_CHECKING:
 
 def diagnose(
     context: typer.Context,
-    paste: Annotated[
-        str | None, typer.Argument(metavar="LOG", help="A vLLM log, or - for stdin; as --log.")
-    ] = None,
-    log: Annotated[str | None, typer.Option(help="A file with a pasted vLLM log, or - for stdin.")] = None,
+    paste: Annotated[str | None, typer.Argument(metavar="LOG", help="A vLLM log, or - for stdin.")] = None,
+    log: Annotated[str | None, typer.Option(help="The same, as an option.")] = None,
     symptom: Annotated[
-        str | None,
-        typer.Option(help="What you see, in words; release, model, GPU and graphs are read out of them."),
+        list[str] | None, typer.Option(help="nan crash oom drift leak differs stranger.")
     ] = None,
+    command: Annotated[str | None, typer.Option(help='As "vllm serve a/model -tp 8".')] = None,
     version: Annotated[str | None, typer.Option(help="vLLM release, e.g. 0.18.1.")] = None,
-    model: Annotated[str | None, typer.Option(help="A model's name, or mla, moe, hybrid, dense.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="e.g. h200, b200, gb200.")] = None,
+    model: Annotated[str | None, typer.Option(help="Its name, or mla, moe, hybrid, dense.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="e.g. h200, b200, mi300x, cpu.")] = None,
     graphs: Annotated[str | None, typer.Option(help="CUDA graphs: full, piecewise, none.")] = None,
-    quant: Annotated[str | None, typer.Option(help="nvfp4, mxfp4, fp8, other, none.")] = None,
-    parallel: Annotated[str | None, typer.Option(help="dp, ep, dp+ep, none.")] = None,
-    backend: Annotated[str | None, typer.Option(help="Attention backend, e.g. FLASHINFER_MLA.")] = None,
+    quant: Annotated[str | None, typer.Option(help="nvfp4 mxfp4 fp8-block fp8-tensor other none.")] = None,
+    parallel: Annotated[str | None, typer.Option(help="dp, ep, dp+ep, dcp, pp, none.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Attention, e.g. FLASHINFER_MLA.")] = None,
+    prefill: Annotated[str | None, typer.Option(help="MLA prefill, e.g. TRTLLM_RAGGED.")] = None,
     moe_backend: Annotated[str | None, typer.Option(help="e.g. flashinfer_cutlass, triton.")] = None,
     scheduling: Annotated[str | None, typer.Option(help="async, sync.")] = None,
     phase: Annotated[str | None, typer.Option(help="When it shows: start, serving.")] = None,
+    setup: Annotated[
+        list[str] | None, typer.Option("--with", help="e.g. spec, lora, kv-transfer, nan-bias.")
+    ] = None,
+    helped: Annotated[list[str] | None, typer.Option(help="What was tried, e.g. enforce-eager.")] = None,
+    did_not_help: Annotated[list[str] | None, typer.Option(help="The same.")] = None,
     table: Annotated[bool, typer.Option("--table", help="Print the whole triage table.")] = False,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Why, by what evidence, and what speaks against the others."),
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Why, and why no other row.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False,
 ) -> None:
-    """Say which incidents fit what you see, by what evidence, and what to do now.
+    """Say which incidents fit and what to do now; most often, that none does.
 
-    Without options it asks at most five questions. An option overrides what the log says.
+    Without a symptom, a terminal is asked. Options win over log and command.
 
     \b
     Examples:
-      staleproof diagnose                                          asks
-      staleproof diagnose --symptom "NaN from DeepSeek R1 on 0.20, B200"
-      staleproof diagnose --log server.log --symptom "accuracy drops" -v
+      staleproof diagnose                                              asks
+      staleproof diagnose --symptom nan --log server.log --gpu h200
+      staleproof diagnose --symptom drift --command "vllm serve a/model"
+      staleproof diagnose --symptom nan --log x.log --helped enforce-eager
       kubectl logs my-pod | staleproof diagnose -
 
-    Exit code 2: bad input, in one line.
+    Exit code 2: a log that cannot be read. An unknown word is a note.
     """
-    from staleproof.triage import answer, judge, logs
-    from staleproof.triage.facts import ASK, Facts, from_words
+    from staleproof.triage import answer, judge, read
+    from staleproof.triage.facts import ASK, Facts
 
-    given = {name: word for name, word in context.params.items() if name in ASK}
     if table:
-        if any((*given.values(), paste, log, as_json, verbose)):
+        if any(value for name, value in context.params.items() if name != "table"):
             raise BadInputError("diagnose: --table takes no other option and no log")
         from rich.console import Console
 
@@ -73,44 +74,68 @@ def diagnose(
     if paste is not None and log is not None:
         raise BadInputError("diagnose: one log, please: an argument or --log")
     source = log if log is not None else paste
-    facts = Facts() if source is None else logs.read(_text(source))
-    if source is not None and not facts.known and not facts.traits:
-        why = f"{source}: no line says a release, a model, a backend or an error that we know"
-        if not any(given.values()):
-            raise BadInputError(f"diagnose: {why}; is it a log of vLLM?")
-        facts.notes.append(why)
-    try:
-        if symptom is not None:
-            # The symptom's words override the log, and options override both.
-            said = from_words(symptom)
-            if facts.looks_like:
-                facts.notes.append(f"{facts.origin['symptom']} of the log looks like {facts.looks_like}")
-                facts.looks_like = ""
-            facts.add(said)
-        for name, word in given.items():
-            if word is not None and name != "symptom":
-                facts.learn(name, word, judge.option(name))
-        facts.derive()
-    except ValueError as error:
-        raise BadInputError(f"diagnose: {error}") from error
-    if source is None and not any(given.values()):
-        if not sys.stdin.isatty():
-            raise BadInputError("diagnose: give --symptom, --version ..., or --log FILE; see --help")
+    text = None if source is None else _text(source)
+    facts = Facts()
+    for said in symptom or ():
+        _symptom(facts, said)
+    if text is not None:
+        named = list(facts.symptoms)
+        read.log(facts, text)
+        # A log holds other failures too: what was named is what is asked about.
+        facts.symptoms = named or facts.symptoms
+        if not (facts.known or facts.traits or facts.symptoms or facts.others or facts.server):
+            why = f"{source}: no line says a release, a model, a backend or an error that we know"
+            facts.notes.append(f"{why}; is it a log of vLLM?")
+    if command is not None:
+        read.command(facts, command, "--command", whole=True)
+    for name in ASK:
+        if name != "symptom" and (word := context.params[name]) is not None:
+            facts.learn(name, word, judge.option(name))
+    for name, given in (("parallel", [parallel] if parallel else ()), ("with", setup or ())):
+        for word in given:
+            facts.learn(name, word, f"--{name}")
+    _tried(facts, facts.helped, helped or (), "--helped")
+    _tried(facts, facts.failed, did_not_help or (), "--did-not-help")
+    facts.derive()
+    if sys.stdin.isatty() and not (as_json or facts.server or facts.symptoms):
         _ask(facts)
-        if not facts.known and not facts.traits:
-            raise BadInputError(
-                "diagnose: nothing is known, so nothing can be said; staleproof diagnose --table"
-            )
     found = judge.judge_all(facts)
-    width = shutil.get_terminal_size().columns
     if as_json:
         typer.echo(answer.as_json(facts, found))
         return
-    for line in answer.as_text(facts, found, width, verbose=verbose).splitlines():
-        # Bold: what fits, and the names of the lines. What is no terminal gets no codes.
-        head = re.match(r"\d\. .*|[a-z].*?: |   (?:do now|confirm|patch|read|but)\b", line)
+    for line in answer.as_text(
+        facts, found, shutil.get_terminal_size().columns, verbose=verbose
+    ).splitlines():
+        # Bold: the answer, and the names of the lines. What is no terminal gets no codes.
+        head = re.match(r"[a-z][^:?.]*[:?.] |   (?:do now|confirm|not when|patch|read|only if)\b", line)
         end = head.end() if head else 0
         typer.echo(typer.style(line[:end], bold=True) + line[end:] if end else line)
+
+
+def _symptom(facts: Facts, said: str) -> None:
+    """One of the seven words, several with commas between, or a sentence."""
+    from staleproof.triage import read, table
+
+    parts = re.split(r"[,|+ ]+", said.strip().lower())
+    if {*parts} <= {*table.symptoms()}:
+        for part in parts:
+            facts.see(part, "--symptom")
+        return
+    before = len(facts.symptoms)
+    read.words(facts, said)
+    if len(facts.symptoms) == before:
+        facts.notes.append(f"your words name none of {', '.join(table.symptoms())}: say which with --symptom")
+
+
+def _tried(facts: Facts, into: list[str], given: list[str] | tuple[str, ...], option: str) -> None:
+    from staleproof.triage.facts import remedies
+    from staleproof.triage.table import terms
+
+    for word in given:
+        found = remedies(word)
+        into += [one for one in found if one not in into]
+        if not found:
+            facts.notes.append(f"{option}: {word} is in no row; the rows know {', '.join(terms('remedies'))}")
 
 
 def _text(source: str) -> str:
@@ -134,24 +159,33 @@ def _text(source: str) -> str:
 
 
 def _ask(facts: Facts) -> None:
-    """Ask for what is not known, until no answer would change anything; Enter leaves a question open."""
-    from staleproof.triage import judge
-    from staleproof.triage.facts import ASK, from_words
+    """Ask for the symptom, facts that would decide, and what was tried; Enter leaves a question open."""
+    from staleproof.triage import judge, table
+    from staleproof.triage.facts import ASK
 
-    asked: list[str] = []
-    while (name := judge.next_question(facts, asked)) is not None:
-        asked.append(name)
-        while True:
-            word = typer.prompt(ASK[name], default="", show_default=False, prompt_suffix="\n> ")
-            if not word.strip():
-                break
-            try:
-                if name == "symptom":
-                    facts.add(from_words(word))
-                else:
-                    facts.learn(name, word, "you")
-                break
-            except ValueError as error:
-                typer.echo(f"  {error}; Enter if you do not know")
+    def prompt(text: str) -> str:
+        return str(typer.prompt(text, default="", show_default=False, prompt_suffix="\n> ")).strip()
+
+    if not facts.symptoms:
+        for name, entry in table.symptoms().items():
+            typer.echo(f"  {name:<9}{entry['says']}")
+        if word := prompt(ASK["symptom"]):
+            _symptom(facts, word)
+    asked = ["symptom"]
+    while len(asked) <= judge.MOST:
+        wanted = judge.deciding(facts, judge.judge_all(facts), asked)
+        if not wanted:
+            break
+        asked.append(wanted[0])
+        if word := prompt(ASK[wanted[0]]):
+            facts.learn(wanted[0], word, "you")
+            facts.derive()
+    if any(one.alive and one.row.remedies for one in judge.judge_all(facts)):
+        for into, question in (
+            (facts.helped, "What was tried and helped?"),
+            (facts.failed, "And what did not help?"),
+        ):
+            if word := prompt(question):
+                _tried(facts, into, [word], "you")
     facts.derive()
     typer.echo("")

@@ -7,45 +7,57 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from staleproof.triage import judge
-from staleproof.triage.facts import Facts
-from staleproof.triage.judge import Judgement
-from staleproof.triage.table import Row, plain
+from staleproof.triage.facts import ASK, Facts, says
+from staleproof.triage.judge import AGAINST, MEASURED, OPEN, UNLESS, Judgement
+from staleproof.triage.table import CONTROL, Row, plain, symptoms
 from staleproof.triage.text import wrapped
 from staleproof.vllm import status
 
-# How many rows are shown in full.
+# How many further rows are named.
 SHOWN = 3
-NO_SYMPTOM = "no symptom is known (--symptom): what follows fits the release and the deployment only"
-NOTHING = (
-    "Nothing in the table fits. That says only that it is none of these incidents as we know them: it may be "
-    "one of another kind. See what speaks against each; a wrong fact above would mislead."
-)
+NONE = "none of these"
+CHOICES = "|".join(symptoms())
 
 
-def use_of(lines: Sequence[tuple[str, str, str]]) -> str:
-    """How to install the patches that would apply, what proves that they stand, and how to switch them off.
+def kind(facts: Facts, found: Sequence[Judgement]) -> str:
+    """The answer: ``another server``, how the first row fits, ``not decided`` or ``none of these``.
 
-    >>> use_of([("decode_buffer", "not needed", "")])
-    ''
+    >>> kind(Facts(server="sglang"), []), kind(Facts(symptoms=["nan"]), [])
+    ('another server', 'none of these')
     """
-    patches = ", ".join(patch for patch, state, _ in lines if state == status.WOULD)
-    if not patches:
-        return ""
-    proof = f"its log then says in place: {patches}"
-    return f"Install beside vLLM (pip install .), restart; {proof}; STALEPROOF_PATCHES=none: off"
+    if facts.server:
+        return "another server"
+    if found and found[0].leads:
+        return found[0].status
+    if judge.looks_like(facts, found)[0]:
+        return NONE
+    return OPEN if any(one.status == OPEN for one in found) else NONE
 
 
-def patch_lines(row: Row, version: str | None) -> list[tuple[str, str, str]]:
-    """Patch, state and evidence of a row's patches, as ``staleproof patches --version`` says.
+def patch_lines(row: Row, facts: Facts) -> list[tuple[str, str, str]]:
+    """Patch, state, and whether it touches the backend that runs, of each of a row's patches.
 
     >>> from staleproof.triage.table import of
-    >>> patch_lines(of("decode_buffer")[0], "0.20.2")[0][:2]
-    ('decode_buffer', 'not needed')
+    >>> facts = Facts(known={"backend": "flash_attn_mla"}); facts.learn("version", "0.22.1", "--version")
+    >>> patch_lines(of("mla_padding")[0], facts)
+    [('mla_padding', 'would apply', 'does not touch FLASH_ATTN_MLA')]
     """
-    if version is None:
-        return [(patch, "depends on the release", "give --version") for patch in row.patches]
-    states = {decision.patch.name: decision for decision in status.answer(version).decided}
-    return [(patch, states[patch].state, states[patch].why) for patch in row.patches]
+    states = {}
+    if len(facts.releases) == 1:
+        states = {d.patch.name: d.state for d in status.answer(facts.releases[0]).decided}
+    return [(p, states.get(p, "depends on the release"), _touches(row, p, facts)) for p in row.patches]
+
+
+def _touches(row: Row, patch: str, facts: Facts) -> str:
+    """Whether a patch touches the backend that runs."""
+    for name, values in row.touches.get(patch, {}).items():
+        word = facts.known.get(name)
+        if word is None:
+            return (
+                f"touches {', '.join(map(str.upper, values))} only; yours is unknown ({judge.option(name)})"
+            )
+        return f"touches {word.upper()}" if word in values else f"does not touch {word.upper()}"
+    return "touches any backend"
 
 
 def ceiling(row: Row) -> str:
@@ -62,57 +74,67 @@ def ceiling(row: Row) -> str:
     return f"{row.grade}: at best consistent with it; no released code ran"
 
 
-def as_json(facts: Facts, found: list[Judgement]) -> str:
+def as_json(facts: Facts, found: Sequence[Judgement]) -> str:
     """Everything that :func:`as_text` says, for programs.
 
-    >>> facts = Facts(known={"symptom": "leak", "version": "0.22.1"}, traits={"hybrid": False})
-    >>> json.loads(as_json(facts, judge.judge_all(facts)))["rows"][0]["incident"]
-    'kv_reuse'
+    >>> facts = Facts(symptoms=["leak"]); facts.learn("version", "0.22.1", "--version")
+    >>> answer = json.loads(as_json(facts, judge.judge_all(facts)))
+    >>> answer["answer"], answer["ask"], answer["rows"][0]["key"]
+    ('not decided', ['--model'], 'undrained_ids')
     """
-    version = facts.known.get("version")
     rows = [
         {
-            "key": j.row.key,
-            "incident": j.row.incident,
-            "status": j.status,
-            "because": [*j.because, *j.signs],
-            "not_known": j.unknown,
-            "also_needs": j.row.also or None,
-            "measured_otherwise": j.measured,
-            "against": j.against,
-            "cannot_be_told_apart_from": [other.row.key for other in judge.alike(j, found)],
-            "flag": plain(j.row.flag),
-            "affected": j.row.affected,
-            "release": j.row.release,
+            "key": one.row.key,
+            "incident": one.row.incident,
+            "status": one.status,
+            "do_now": plain(one.row.flag) if one is found[0] and one.leads else None,
+            "because": [*one.because, *one.signs, *one.reported],
+            "not_known": one.unknown,
+            "only_with": one.setup,
+            "also_needs": one.row.also or None,
+            "measured_otherwise": one.measured,
+            "against": one.against,
+            "flag": plain(one.row.flag),
+            "affected": one.row.affected,
+            "release": one.row.release,
             "patches": [
-                dict(zip(("patch", "state", "why"), line, strict=True))
-                for line in patch_lines(j.row, version)
+                dict(zip(("patch", "state", "touches"), line, strict=True))
+                for line in patch_lines(one.row, facts)
             ],
-            "confirm": plain(j.row.confirm),
-            "notebook": f"notebooks/{j.row.notebook}",
-            "ceiling": ceiling(j.row),
+            "confirm": plain(one.row.confirm),
+            "control": CONTROL,
+            "not_when": plain(one.row.not_when),
+            "notebook": f"notebooks/{one.row.notebook}",
+            "ceiling": ceiling(one.row),
             "evidence": [
-                {"grade": item.grade, "says": item.says, "rests_on": item.rests_on} for item in j.row.evidence
+                {"grade": item.grade, "says": item.says, "rests_on": item.rests_on}
+                for item in one.row.evidence
             ],
         }
-        for j in found
+        for one in ([] if facts.server else found)
     ]
-    known: dict[str, Any] = {**facts.known, **({"model": facts.traits} if facts.traits else {})}
-    return json.dumps(
-        {
-            "known": known,
-            "origin": facts.origin,
-            "notes": facts.notes,
-            "nothing_fits": not any(j.alive for j in found),
-            "looks_like": facts.looks_like or None,
-            "rows": rows,
-        },
-        indent=1,
-    )
+    other, where = judge.looks_like(facts, found)
+    answer: dict[str, Any] = {
+        "symptoms": facts.symptoms,
+        "known": facts.known,
+        "traits": facts.traits,
+        "origin": facts.origin,
+        "helped": facts.helped,
+        "did_not_help": facts.failed,
+        "notes": facts.notes,
+        "server": facts.server or "vllm",
+        "answer": kind(facts, found),
+        "ask": [judge.option(name) for name in judge.deciding(facts, found)] if not facts.server else [],
+        "looks_like": {"says": other, "by": where} if other and not facts.server else None,
+        "known_there_as": judge.elsewhere(facts),
+        "next": [symptoms()[symptom]["next"] for symptom in facts.symptoms],
+        "rows": rows,
+    }
+    return json.dumps(answer, indent=1, ensure_ascii=False)
 
 
-def as_text(facts: Facts, found: list[Judgement], width: int = 80, *, verbose: bool = False) -> str:
-    """The best row in five lines and the others that may fit in a line each; ``verbose``: all of it.
+def as_text(facts: Facts, found: Sequence[Judgement], width: int = 80, *, verbose: bool = False) -> str:
+    """What is known, the answer, and what would decide; ``verbose``: also why, and what speaks against.
 
     Args:
         facts: what is known.
@@ -123,115 +145,134 @@ def as_text(facts: Facts, found: list[Judgement], width: int = 80, *, verbose: b
     >>> print(as_text(Facts(), judge.judge_all(Facts())).splitlines()[0])
     known: nothing
     """
-    return "\n".join((_lines if verbose else _short)(facts, found, min(width, 100)))
+    return "\n".join(_lines(facts, found, min(width, 100), verbose))
 
 
-def _known(facts: Facts, width: int) -> Iterator[str]:
-    known = [judge.fact(facts, name) for name in (*facts.known, *(["model"] if facts.traits else []))]
-    yield from _wrap("known: ", ", ".join(known) or "nothing", width)
-    notes = [] if facts.has("symptom") else [NO_SYMPTOM]
-    for note in (*facts.notes, *notes):
+def _lines(facts: Facts, found: Sequence[Judgement], width: int, verbose: bool) -> Iterator[str]:
+    names = [
+        name for name in (*ASK, *facts.known) if name in facts.known and name not in ("symptom", "model")
+    ]
+    known = ["symptom"] * bool(facts.symptoms) + names
+    known += [name for name in ("model", "setup") if not says(facts, name).endswith(f"{name} ")]
+    yield from _wrap(
+        "known: ", "; ".join(says(facts, name) for name in dict.fromkeys(known)) or "nothing", width
+    )
+    for name, tried in (("helped: ", facts.helped), ("did not help: ", facts.failed)):
+        if tried:
+            yield from _wrap(name, ", ".join(tried), width)
+    for note in dict.fromkeys(facts.notes):
         yield from _wrap("note: ", note, width)
     yield ""
-
-
-def _nothing(facts: Facts, width: int) -> Iterator[str]:
-    if facts.looks_like:
-        where = f" ({facts.origin['symptom']})" if "symptom" in facts.origin else ""
-        yield from _wrap("", f"nothing here fits; this looks like {facts.looks_like}{where}.", width)
-    else:
-        yield from _wrap("", NOTHING, width)
-
-
-def _short(facts: Facts, found: list[Judgement], width: int) -> Iterator[str]:
-    """Fits, do now, confirm, patch, read; then what else may fit, and what would decide."""
-    yield from _known(facts, width)
-    standing = [j for j in found if j.alive]
-    if not standing:
-        yield from _nothing(facts, width)
-        yield "-v says what speaks against each."
+    if facts.server:
+        yield from _wrap(
+            "another server: ", f"{facts.server} ({facts.origin['server']}). The table is of vLLM.", width
+        )
+        for line in judge.elsewhere(facts):
+            yield from _wrap("  known there: ", line, width)
         return
-    first, *others = standing
-    row = first.row
-    lines = patch_lines(row, facts.known.get("version"))
-    patched = ", ".join(f"{patch}: {state}" for patch, state, _ in lines) or "none"
-    decides = dict.fromkeys(first.asks(name) for name in first.unknown)
-    more = [*decides, *([f"only if there is also {row.also}"] if row.also else []), *first.measured]
-    yield from _wrap(f"{first.status}: ", f"{row.key} (evidence: {row.grade}). {plain(row.see)}", width)
+    answer = kind(facts, found)
+    first = found[0]
+    other, where = judge.looks_like(facts, found)
+    if first.leads:
+        yield from _headline(first, facts, width, verbose)
+        if other:
+            yield from _wrap("but it may also be: ", f"{other} ({where})", width)
+    elif other:
+        yield from _wrap(f"{NONE}. This looks like ", f"{other} ({where}).", width)
+    elif answer == OPEN:
+        yield from _question(facts, found, width)
+    else:
+        yield from _wrap(
+            f"{NONE}: ", "no row fits, which is the normal answer. A wrong fact above would mislead.", width
+        )
+    yield ""
+    yield from _further(facts, found[first.leads :], width, ruled_out=bool(other), led=first.leads)
+    if not first.leads:
+        for symptom in facts.symptoms:
+            yield from _wrap(f"next ({symptom}): ", symptoms()[symptom]["next"], width)
+    if verbose:
+        yield from _against(found, width)
+    elif first.alive:
+        yield from _wrap("", "-v says why, by what evidence, and what speaks against", width)
+
+
+def _question(facts: Facts, found: Sequence[Judgement], width: int) -> Iterator[str]:
+    """The missing fact that would decide, and what it decides."""
+    for name in judge.deciding(facts, found)[:1]:
+        ask = f"--symptom {CHOICES}" if name == "symptom" else judge.option(name)
+        weighs = [
+            text for one in found if one.status == OPEN for text in one.row.weighs.get(name, {}).values()
+        ]
+        why = f" Here it decides: {weighs[0]}." if weighs else ""
+        yield from _wrap(f"not decided: {ask}? ", f"{ASK[name]}{why}", width)
+        return
+    yield from _wrap(
+        "not decided: ", "the release is not one that we read; of those these rows come nearest.", width
+    )
+
+
+def _further(
+    facts: Facts, rows: Sequence[Judgement], width: int, *, ruled_out: bool, led: bool
+) -> Iterator[str]:
+    """Other rows: what may fit and what would decide, what was measured otherwise, and what is rare."""
+    if not facts.symptoms:
+        keys = [one.row.key for one in rows if one.status in (OPEN, MEASURED)]
+        yield from _wrap("release and deployment do not rule out: ", ", ".join(keys) or "no row", width)
+        return
+    may = [one for one in rows if one.leads or one.status == OPEN]
+    if may:
+        yield "not ruled out:" if ruled_out else "may fit as well:" if led else "may fit:"
+    for one in may[:SHOWN]:
+        needs = [*map(one.asks, one.unknown)]
+        if "version" in one.unknown and "version" in facts.known:
+            needs = [need for need in needs if need != "--version"] + [f"a release of {one.row.affected}"]
+        more = "; ".join([*one.signs, *one.reported, *needs]) or one.status
+        yield from _wrap(f"  {one.row.key}: ", more, width)
+    if len(may) > SHOWN:
+        yield from _wrap("  and ", ", ".join(one.row.key for one in may[SHOWN:]), width)
+    for one in rows:
+        if one.status == MEASURED and not (one.unknown and facts.helped):
+            yield from _wrap(f"measured otherwise: {one.row.key}: ", "; ".join(one.measured), width)
+    rare: dict[str, list[str]] = {}
+    for one in rows:
+        if one.status == UNLESS:
+            rare.setdefault(judge.condition(one.setup[0]), []).append(one.row.key)
+    if rare:
+        yield "only with:"
+    for condition, keys in rare.items():
+        yield from _wrap("  ", f"{condition}: {', '.join(keys)}", width)
+
+
+def _headline(one: Judgement, facts: Facts, width: int, verbose: bool) -> Iterator[str]:
+    row = one.row
+    patches = ", ".join(f"{patch}: {state}, {touches}" for patch, state, touches in patch_lines(row, facts))
+    use = ""
+    if f": {status.WOULD}" in patches and "does not touch" not in patches:
+        use = ". Install beside vLLM (pip install .), restart; STALEPROOF_PATCHES=none: off"
+    yield from _wrap(f"{one.status}: ", f"{row.key} (evidence: {row.grade}). {plain(row.see)}", width)
     yield from _fields(
         width,
         ("do now", f"{plain(row.flag)}; release: {row.release}"),
-        ("confirm", plain(row.confirm)),
-        ("patch", ". ".join(filter(None, (patched, use_of(lines))))),
+        ("confirm", f"{plain(row.confirm)} {CONTROL}."),
+        ("not when", plain(row.not_when)),
+        ("patch", (patches or "none") + use),
+        ("only if", row.also),
+        ("signs", "; ".join([*one.signs, *one.reported])),
         ("read", f"notebooks/{row.notebook}; staleproof run {row.incident}"),
-        ("but", "; ".join(more)),
+        *(("because", "; ".join(one.because)), ("evidence", ceiling(row))) * verbose,
+        *[("", f"{e.grade}: {e.says} [{e.rests_on}]") for e in row.evidence] * verbose,
     )
-    if others:
-        yield ""
-        yield "may fit as well:"
-    for j in others[:SHOWN]:
-        needs = [*map(j.asks, j.unknown), *([j.row.also] if j.row.also else []), *j.measured[:1]]
-        yield from _wrap(f"  {j.row.key}: ", ", ".join(needs) or j.status, width)
-    hidden = len(others) - SHOWN
+
+
+def _against(found: Sequence[Judgement], width: int) -> Iterator[str]:
     yield ""
-    last = f"and {hidden} more; " if hidden > 0 else ""
-    yield from _wrap(last, "-v says why, by what evidence, and what speaks against", width)
-
-
-def _lines(facts: Facts, found: list[Judgement], width: int) -> Iterator[str]:
-    yield from _known(facts, width)
-    standing = [j for j in found if j.alive]
-    if not standing:
-        yield from _nothing(facts, width)
-        yield ""
-    for number, j in enumerate(standing[:SHOWN], 1):
-        yield from _row(number, j, facts, standing, width)
-        yield ""
-    if len(standing) > SHOWN:
-        yield "may fit as well:"
-        for j in standing[SHOWN:]:
-            more = [*map(j.asks, j.unknown), *([j.row.also] if j.row.also else []), *j.measured]
-            yield from _wrap(f"  {j.row.key}: ", f"{j.status}: {', '.join(more)}", width)
-        yield ""
-    contradicted = [j for j in found if not j.alive]
-    elsewhere = [
-        j.row.key for j in contradicted if facts.known.get("symptom", "") not in ("", *j.row.symptoms)
-    ]
-    if contradicted:
-        yield "speaks against:"
+    yield "speaks against:"
+    elsewhere = [one.row.key for one in found if any(text.startswith("its symptom") for text in one.against)]
     if elsewhere:
         yield from _wrap("  another symptom: ", ", ".join(elsewhere), width)
-    for j in contradicted:
-        if j.row.key not in elsewhere:
-            yield from _wrap(f"  {j.row.key}: ", "; ".join(j.against), width)
-
-
-def _row(number: int, j: Judgement, facts: Facts, standing: list[Judgement], width: int) -> Iterator[str]:
-    row, alike = j.row, judge.alike(j, standing)
-    lines = patch_lines(row, facts.known.get("version"))
-    apart = dict.fromkeys(name for other in alike for name in judge.tells_apart(j, other))
-    tell = ", ".join(map(judge.option, apart)) or "only the confirmation below"
-    keys = ", ".join(other.row.key for other in alike)
-    yield from _wrap(f"{number}. ", f"{j.status}: {row.key} ({row.incident})", width)
-    yield from _fields(
-        width,
-        ("sees", plain(row.see)),
-        ("because", "; ".join([*j.because, *j.signs])),
-        ("only if", row.also and f"there is also {row.also}"),
-        *(("but", text) for text in j.measured),
-        ("unknown", ", ".join(map(j.asks, j.unknown))),
-        ("alike", keys and f"cannot be told apart from {keys}; {tell} may tell"),
-        ("not seen", plain(row.not_when)),
-        ("flag", plain(row.flag)),
-        ("release", row.release),
-        *(("patch", f"{patch}: {state}" + f" ({why})" * (number == 1)) for patch, state, why in lines),
-        ("patch", "" if lines else "none: no patch"),
-        ("", use_of(lines) if number == 1 else ""),
-        ("confirm", plain(row.confirm)),
-        ("evidence", ceiling(row)),
-        *(("", f"{e.grade}: {e.says} [{e.rests_on}]") for e in row.evidence if number == 1),
-        ("read", f"notebooks/{row.notebook}; staleproof run {row.incident}"),
-    )
+    for one in found:
+        if one.status == AGAINST and one.row.key not in elsewhere:
+            yield from _wrap(f"  {one.row.key}: ", "; ".join(one.against), width)
 
 
 def _fields(width: int, *fields: tuple[str, str]) -> Iterator[str]:

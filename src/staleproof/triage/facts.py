@@ -1,88 +1,52 @@
 """What is known of a deployment: a few facts, each with where it comes from.
 
-A fact is a word (``graphs`` = ``full``) or, for ``model``, a set of traits that are known to be there or not.
-What nobody said stays unknown; nothing is assumed.
+A fact is a word (``graphs`` = ``full``), or a trait that is there or not (``mla``, ``spec``). What nobody
+said stays unknown. An option that a command line, or vLLM's own line of options, leaves out has its default.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
-from staleproof.check import fail
-from staleproof.triage import table
-from staleproof.vllm import status
-from staleproof.vllm.releases import release
-from staleproof.vllm.sources import PatchError, numbers
+from staleproof.triage.table import engine, terms
+from staleproof.vllm import releases
+from staleproof.vllm.sources import numbers
 
-# Fact -> what it is called, and one line that asks for it.
+# Fact -> one line that asks for it.
 ASK = {
-    "symptom": "What do you see? (" + ", ".join(str(s["says"]) for s in table.symptoms().values()) + ")",
+    "symptom": "What do you see?",
     "version": "Which vLLM release? (e.g. 0.18.1)",
-    "model": "Which model? (a name, or mla, moe, hybrid, dense)",
-    "gpu": "Which GPU? (e.g. H200, B200, GB200)",
+    "model": "Which model? (its name, or mla, moe, hybrid, dense)",
+    "gpu": "Which GPU? (e.g. H200, B200, MI300X, cpu)",
+    "backend": "Which attention backend? (in the log after 'Using', e.g. FLASHINFER_MLA)",
     "graphs": "Which CUDA graphs? (full, piecewise, none)",
-    "quant": "Which quantisation? (nvfp4, mxfp4, fp8, other, none)",
-    "parallel": "Data or expert parallel? (dp, ep, dp+ep, none)",
-    "backend": "Which attention backend? (e.g. FLASHINFER_MLA, TRITON_MLA; in the log after 'Using')",
-    "moe_backend": "Which MoE backend? (e.g. flashinfer_cutlass, triton)",
+    "quant": "Which quantisation? (nvfp4, mxfp4, fp8-block, fp8-tensor: one scale a tensor, other, none)",
+    "moe_backend": "Which MoE backend? (in the log after 'Using', e.g. FLASHINFER_CUTLASS)",
+    "prefill": "Which MLA prefill backend? (in the log, e.g. TRTLLM_RAGGED)",
     "scheduling": "Asynchronous scheduling? (async, sync; the log says at start)",
     "phase": "When? (start, serving)",
 }
-# The symptom of a log that says what went wrong, and it is none of ours.
-OTHER = "other"
-TRAITS = "mla", "moe", "hybrid"
-# GPU -> compute capability, as families of kernels are named.
-GPUS = {
-    "sm80": ("a100", "a800"),
-    "sm89": ("l4", "l40s", "rtx4090"),
-    "sm90": ("h100", "h200", "h20", "h800", "gh200"),
-    "sm100": ("b200", "gb200", "b300", "gb300"),
-    "sm120": ("rtx5090", "rtxpro6000"),
+MODEL = "mla", "moe", "hybrid"
+# What most servers do not have: a row that needs one of these never leads while it is unknown.
+SETUP = {
+    "dp": "data parallelism",
+    "ep": "expert parallelism",
+    "dcp": "decode context parallelism",
+    "pp": "pipeline parallelism",
+    "spec": "speculative tokens",
+    "lora": "LoRA",
+    "kv-transfer": "a KV connector",
+    "priority": "--scheduling-policy priority",
+    "simulated-routing": "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "nan-bias": "a NaN in the router's bias",
+    "batch-invariant": "VLLM_BATCH_INVARIANT",
+    "nvfp4-kv": "an NVFP4 KV cache",
 }
-# Pattern of a model's or architecture's name -> its traits, and whether these are all of the three.
-MODELS = (
-    (r"deepseek.?coder-(1\.3|6\.7|33)b", (), True),
-    (r"distill|deepseek.?(coder(?!.?v2)|llm)", (), False),
-    (r"deepseek.?v4", ("moe",), False),
-    (r"deepseek.?(v?[23]|r1|coder.?v2)|kimi.?k2|mistral.?large.?3", ("mla", "moe"), True),
-    (r"kimi.?linear", ("mla", "moe", "hybrid"), True),
-    (r"qwen.?3.?(coder.?)?next|qwen.?3[._]5.?moe|qwen.?3[._]5-\d+b-a\d+b", ("moe", "hybrid"), True),
-    (r"qwen.?3[._]5", ("hybrid",), False),
-    (r"gpt.?oss|llama.?4(?!\d|.?bit)", ("moe",), True),
-    (r"qwen.?3.?moe|qwen.?3-((vl|omni|coder)-)?(30|235|480)b|mixtral", ("moe",), True),
-    (r"nemotron.?h|jamba|falcon.?h1|zamba|granitemoehybrid|bamba|lfm2", ("hybrid",), False),
-    # As names are made: 26 B parameters, of which a token uses 4 B.
-    (r"\d+b-a\d+b", ("moe",), False),
-    (r"^llama$|^(llama|qwen[23]|mistral|gemma[23]?|phi3)forcausallm$|llama.?[23](?!\d)", (), True),
-    (r"qwen.?3-(vl-)?(0\.6|1\.7|4|8|14|32)b(?!\d)", (), True),
-    (r"qwen.?2([._]5)?-((vl|coder)-)?(0\.5|1\.5|3|7|14|32|72)b(?!\d)", (), True),
-    (r"mistral-7b|gemma.?[23](?!\d)", (), True),
-)
-# Fact -> its words -> how they are spelled.
-CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "graphs": {
-        "none": ("none", "eager", "off", "no"),
-        "piecewise": ("piecewise",),
-        "full": ("full", "full_decode_only", "full_and_piecewise"),
-    },
-    "quant": {
-        "mxfp4": ("mxfp4", "gpt_oss_mxfp4"),
-        "nvfp4": ("nvfp4", "modelopt_fp4", "petit_nvfp4", "fp4"),
-        "fp8": ("fp8", "modelopt", "fbgemm_fp8"),
-        "other": (
-            *("other", "awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "bitsandbytes", "bnb"),
-            *("int4", "int8", "w4a16", "moe_wna16", "hqq"),
-        ),
-        "none": ("none", "bf16", "fp16", "no"),
-    },
-    "scheduling": {"async": ("async", "yes", "enabled"), "sync": ("sync", "no", "disabled")},
-    "phase": {"start": ("start", "startup", "at start"), "serving": ("serving", "load", "under load")},
-}
-# Formats of checkpoints that hold one of several quantisations.
-FORMATS = "compressed-tensors", "quark", "torchao"
+# Traits that vLLM's options say, so that they are known to be off where the options are known.
+OPTIONAL = "dp", "ep", "dcp", "pp", "spec", "lora", "kv-transfer", "priority", "nvfp4-kv"
+SCALED = {"fp8-tensor", "fp8-block"}
 
 
 @dataclass
@@ -90,68 +54,131 @@ class Facts:
     """Everything known.
 
     Attributes:
-        known: fact -> word; ``model`` is in ``traits``.
-        traits: trait of the model -> whether it has it.
-        origin: fact -> where it comes from, e.g. ``--gpu`` or ``line 12``.
-        lines: text of the log in which ``signs`` are looked for.
+        symptoms: keys of :func:`staleproof.triage.table.symptoms`.
+        known: fact -> word.
+        traits: trait of the model or of the set-up -> whether it is there.
+        origin: fact or trait -> where it comes from, e.g. ``--gpu`` or ``line 12``.
+        releases: those of the table that the version may be: one, two around a development build, or none.
+        helped, failed: remedies that were tried, keys of the table's ``remedies``.
+        options: where vLLM's options stand; empty if nobody gave them.
+        lines: the text of a log, in which signs are looked for.
         in_place: patches of ours that are in place by the log.
-        looks_like: what kind of other failure the log shows; empty if it shows none.
+        others: failures of another kind that the log shows, each with its line.
+        server: another server than vLLM; empty for vLLM.
         notes: what the reader should know about these facts.
     """
 
+    symptoms: list[str] = field(default_factory=list)
     known: dict[str, str] = field(default_factory=dict)
     traits: dict[str, bool] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
+    releases: tuple[str, ...] = ()
+    helped: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    options: str = ""
     lines: str = ""
     in_place: tuple[str, ...] = ()
-    looks_like: str = ""
+    others: dict[str, str] = field(default_factory=dict)
+    server: str = ""
     notes: list[str] = field(default_factory=list)
 
     def learn(self, name: str, given: str, origin: str) -> None:
-        """Take one fact as a person or a log spells it; a later one replaces an earlier one.
+        """Take a fact as a person or a log spells it; a later one replaces an earlier one.
 
-        Raises:
-            ValueError: the word is not one we know, naming the option.
+        A word that we do not know becomes a note, and the fact stays as it was.
 
         >>> facts = Facts()
         >>> facts.learn("gpu", "NVIDIA GB200", "--gpu"); facts.learn("model", "DeepSeek-R1", "--model")
-        >>> facts.known["gpu"], facts.traits
-        ('sm100', {'mla': True, 'moe': True, 'hybrid': False})
+        >>> facts.known["gpu"], facts.traits["mla"], facts.known["quant"]
+        ('sm100', True, 'fp8-block')
+        >>> facts.learn("gpu", "voodoo2", "--gpu"); facts.notes
+        ['--gpu: voodoo2 is no word for gpu that we know; answered without it']
         """
-        word = given.strip()
-        if name == "model":
-            found = traits(word)
-            self.traits.update(found)
-            if not found:
-                self.notes.append(f"{origin}: {word} is no model that we know; say mla, moe, hybrid or dense")
-                return
-        elif name == "quant" and word.lower().replace("_", "-") in FORMATS:
-            self.notes.append(f"{origin}: {word} holds fp8, fp4 or another; say which")
+        word = given.strip().strip("'\"")
+        if name == "symptom":
+            self.see(word, origin)
+        elif name == "version":
+            self._learn_version(word, origin)
+        elif name in ("model", "parallel", "with"):
+            self._learn_traits(name, word, origin)
+        elif found := _word(name, word):
+            # "fp8" says less than whose scales they are.
+            if not (found == "fp8" and self.known.get("quant") in SCALED):
+                self.known[name], self.origin[name] = found, origin
+        elif name != "quant" or word.lower().replace("_", "-") not in terms("formats"):
+            self.notes.append(f"{origin}: {word} is no word for {name} that we know; answered without it")
+
+    def see(self, symptom: str, origin: str) -> None:
+        """Take a symptom; several may be true."""
+        if symptom not in self.symptoms:
+            self.symptoms.append(symptom)
+            self.origin[symptom] = origin
+
+    def trait(self, name: str, there: bool, origin: str) -> None:
+        """Take whether the model or the set-up has something."""
+        self.traits[name], self.origin[name] = there, origin
+
+    def _learn_version(self, word: str, origin: str) -> None:
+        name = releases.last_of_series(word.removeprefix("vllm").strip(" =-"))
+        if not numbers(name):
+            self.notes.append(f"{origin}: {word} is not a release; answered without it")
             return
+        kind = releases.kind(name)
+        number = ".".join(map(str, numbers(name)))
+        first, *_, last = releases.table()
+        note = f"{origin}: {name} is {kind}; "
+        before, after = releases.neighbours(name)
+        if kind is None:
+            found: tuple[str | None, ...] = (name.partition("+")[0],)
+        elif number in releases.table() and re.search("post|build of its own", kind):
+            found, note = (number,), f"{note}taken for {number}"
+        elif number in releases.table() and number != first:
+            known = [*releases.table()]
+            found = (known[known.index(number) - 1], number)
         else:
-            self.known[name] = READ[name](word)
-        self.origin[name] = origin
+            found = (before, after)
+        if None in found:
+            found, note = (), f"{note}outside of {first} to {last}; answered without the release"
+        elif len(found) == 2:
+            note += f"rows that both {found[0]} and {found[1]} lack are ruled out"
+        if kind is not None and self.known.get("version") != name:
+            self.notes.append(note)
+        self.releases = tuple(one for one in found if one is not None)
+        self.known["version"], self.origin["version"] = name, origin
 
-    def add(self, said: Facts) -> None:
-        """Take every fact of a sentence; it replaces an earlier one."""
-        self.known |= said.known
-        self.traits |= said.traits
-        self.origin |= said.origin
-        self.notes += said.notes
+    def _learn_traits(self, name: str, word: str, origin: str) -> None:
+        found = model(word) if name == "model" else _named(word)
+        if name == "parallel" and re.fullmatch(r"none|no|tp\d*", word.lower()):
+            found = dict.fromkeys(("dp", "ep", "dcp", "pp"), False)
+        if not found:
+            asked = ", ".join((*MODEL, "dense") if name == "model" else SETUP)
+            self.notes.append(
+                f"{origin}: {word} is no word for {name} that we know (or say {asked}); answered without it"
+            )
+        for trait, there in found.items():
+            self.trait(trait, there, origin)
+        quants = [said for pattern, said in terms("quants") if re.search(pattern, word.lower())]
+        if name == "model" and quants and (quants[0] != "none" or "quant" not in self.known):
+            self.known["quant"], self.origin["quant"] = quants[0], f"known of {word.rpartition('/')[2]}"
 
-    def has(self, name: str) -> bool:
-        """Whether anything is known of this fact."""
-        return name in self.known or (name == "model" and bool(self.traits))
-
-    def meets(self, name: str, values: tuple[str, ...]) -> bool | None:
+    def meets(self, name: str, values: Iterable[str]) -> bool | None:
         """Whether one of the values is true; ``None`` if that is not known.
 
         >>> facts = Facts(traits={"mla": True})
-        >>> facts.meets("model", ("mla",)), facts.meets("model", ("hybrid+mla",))
-        (True, None)
+        >>> facts.meets("model", ["mla"]), facts.meets("model", ["hybrid+mla"]), facts.meets("gpu", ["sm90"])
+        (True, None, None)
         """
-        if name != "model":
-            return None if name not in self.known else bool({*self.known[name].split("+")} & {*values})
+        values = [*values]
+        if name == "symptom":
+            return bool({*self.symptoms} & {*values}) if self.symptoms else None
+        if name == "version":
+            found: list[bool | None] = [release in values for release in self.releases]
+            return None if len({*found}) != 1 else found[0]
+        if name not in ("model", "setup"):
+            word = self.known.get(name)
+            if word is None or (word == "fp8" and SCALED & {*values}):
+                return None
+            return word in values
         found = [self._trait(value) for value in values]
         return True if True in found else None if None in found else False
 
@@ -163,315 +190,132 @@ class Facts:
         return False if False in found else None if None in found else True
 
     def derive(self) -> None:
-        """Add what follows from the facts: traits from the backend, and graphs that a backend lacks."""
-        backend, version = self.known.get("backend", ""), self.known.get("version")
-        if backend.endswith("mla") and "mla" not in self.traits:
-            self.traits["mla"] = True
-            self.origin.setdefault("model", self.origin["backend"])
-        old = version is not None and numbers(version) < numbers("0.22.0")
-        if backend == "triton_mla" and old and self.known.get("graphs") == "full":
-            self.known["graphs"] = "piecewise"
-            self.origin["graphs"] = "Triton MLA has no full graphs before 0.22.0"
+        """Add what follows: from a backend its model and GPU, and defaults where the options are known."""
+        backend, known = self.known.get("backend", ""), self.known
+        if backend:
+            if "mla" in backend and "mla" not in self.traits:
+                self.trait("mla", True, self.origin["backend"])
+            only = engine()["gpus"].get(backend, ())
+            if len(only) == 1 and "gpu" not in known:
+                known["gpu"], self.origin["gpu"] = only[0], f"{backend.upper()} runs on no other"
+        for remedy in (*self.helped, *self.failed):
+            # What was tried is not how the server runs.
+            for name, word in terms("remedies")[remedy].get("turns", {}).items():
+                if known.get(name) == word and self.origin[name] != f"--{name}":
+                    del known[name], self.origin[name]
+        for remedy in self.helped:
+            # It changed something, so that the server ran otherwise.
+            for name, word in terms("remedies")[remedy].get("from", {}).items():
+                if name not in known:
+                    known[name], self.origin[name] = word, f"{remedy} helped"
+        if self.options:
+            default = f"default: not in the options of {self.options}"
+            for trait in OPTIONAL:
+                if trait not in self.traits:
+                    self.trait(trait, False, default)
+            if known.get("gpu") not in ("cpu", "xpu"):
+                for name, word in (("graphs", "full"), ("scheduling", "async")):
+                    if name not in known and not (name == "scheduling" and self.traits["spec"]):
+                        known[name], self.origin[name] = word, default
+        old = self.releases and numbers(self.releases[-1]) < numbers("0.22.0")
+        if backend == "triton_mla" and old and known.get("graphs") == "full":
+            known["graphs"], self.origin["graphs"] = (
+                "piecewise",
+                "Triton MLA has no full graphs before 0.22.0",
+            )
 
 
-def _one_of(name: str, given: str) -> str:
+def _word(name: str, given: str) -> str:
+    """The word of a fact for what somebody wrote; empty if it is none.
+
+    >>> _word("gpu", "NVIDIA_H200"), _word("graphs", "CUDAGraphMode.FULL"), _word("gpu", "sm_103a")
+    ('sm90', 'full', 'sm100')
+    """
     low = given.lower().removeprefix("cudagraphmode.")
-    for word, spellings in CHOICES[name].items():
-        if low in spellings:
-            return word
-    return fail(name, f"one of {', '.join(CHOICES[name])}", repr(given))
-
-
-def symptom(given: str) -> str:
-    """The symptom that a phrase names.
-
-    Raises:
-        ValueError: it names no known symptom.
-
-    >>> symptom("OOM after upgrade"), symptom("the model prints !!!!"), symptom("no NaN, accuracy drops")
-    ('oom', 'nan', 'drift')
-    """
-    low = affirmed(given)
-    known = table.symptoms()
-    if low in known:
-        return low
-    # A longer word says more: "oom killer" is not "oom".
-    words = sorted(
-        ((w, name) for name, entry in known.items() for w in entry["words"]), key=lambda p: -len(p[0])
+    if name == "gpu":
+        low = re.sub(r"[\s_-]|nvidia|geforce|amd|instinct|intel", "", low)
+        return next(
+            (family for family, names in terms("gpus").items() if re.match(f"(?:{names})(?!\\d)", low)), ""
+        )
+    if name in terms("choices"):
+        return next((word for word, spelled in terms("choices")[name].items() if low in (word, *spelled)), "")
+    found = re.sub(r"[\s-]+", "_", low)
+    parts = terms("backends").get(name, "")
+    return (
+        next((word for p, word in terms("same") if re.fullmatch(p, found)), found)
+        if re.search(parts, found)
+        else ""
     )
-    for word, name in words:
-        # NaNs, crashed, out-of-memory, ILLEGAL_ADDRESS.
-        spelled = rf"{ENDING}[\s_-]+".join(map(re.escape, word.split()))
-        if re.search(rf"(?<![^\W_]){spelled}{ENDING}(?![^\W_])", low):
-            return name
-    said = "; ".join(f"{name} ({entry['says']})" for name, entry in known.items())
-    return fail("symptom", f"one of {said}", repr(given))
 
 
-def traits(given: str) -> dict[str, bool]:
-    """What is known of a model by its name, or by traits that are named.
+def model(given: str) -> dict[str, bool]:
+    """What is known of a model: by traits that are named, by its architecture, or by its name.
 
-    Raises:
-        ValueError: an empty word.
-
-    >>> traits("mla"), traits("mla,moe"), traits("dense"), traits("NobodysForCausalLM")
-    ({'mla': True}, {'mla': True, 'moe': True}, {'mla': False, 'moe': False, 'hybrid': False}, {})
+    >>> model("mla,moe"), model("Qwen/Qwen3.5-9B")
+    ({'mla': True, 'moe': True}, {'mla': False, 'moe': False, 'hybrid': True, 'gpt-oss': False})
+    >>> model("NobodysForCausalLM")
+    {}
     """
-    low = given.lower()
-    if not low:
-        fail("model", "a model's name, or some of mla, moe, hybrid, dense", repr(given))
+    low = given.lower().strip()
     if low == "dense":
-        return dict.fromkeys(TRAITS, False)
+        return dict.fromkeys((*MODEL, "gpt-oss"), False)
     named = re.split(r"[,+ ]+", low)
-    if {*named} <= {*TRAITS}:
+    if {*named} <= {*MODEL}:
         return dict.fromkeys(named, True)
-    return known_model(low.rpartition("/")[2])[1]
+    return {
+        **_traits(engine()["architectures"].get(given, "")),
+        **family(low.rstrip("/").rpartition("/")[2])[1],
+    }
 
 
-def known_model(text: str) -> tuple[str, dict[str, bool]]:
-    """The name of a model in a text, and what is known of it; nothing of one that is not in :data:`MODELS`.
+def family(text: str) -> tuple[str, dict[str, bool]]:
+    """The first name of a known family of models in a text, and what all of that family are.
 
-    >>> known_model("kimi-k2-instruct"), known_model("mine")
-    (('kimi-k2', {'mla': True, 'moe': True, 'hybrid': False}), ('', {}))
+    >>> family("nan from kimi k2 instruct")
+    ('kimi k2', {'mla': True, 'moe': True, 'hybrid': False, 'gpt-oss': False})
     """
-    name = re.sub(r"\s+", "-", text)
-    for pattern, present, complete in MODELS:
-        if found := re.search(pattern, name):
-            return found[0], {trait: trait in present for trait in TRAITS if complete or trait in present}
+    for pattern, said in terms("models"):
+        if found := re.search(rf"(?<![a-z])(?:{pattern})", text):
+            return found[0], {**_traits(said), "gpt-oss": "gpt-oss" in said}
     return "", {}
 
 
-def gpu(given: str) -> str:
-    """The family of a GPU by its name, or by its compute capability.
+def _traits(said: str) -> dict[str, bool]:
+    return {word.removeprefix("no-"): not word.startswith("no-") for word in said.split()}
 
-    Raises:
-        ValueError: a GPU that is not in our list.
 
-    >>> gpu("NVIDIA_H200"), gpu("sm_100"), gpu("NVIDIA RTX PRO 6000")
-    ('sm90', 'sm100', 'sm120')
+def _named(word: str) -> dict[str, bool]:
+    """Traits of the set-up that are named, e.g. ``dp+ep`` or ``DEP8``; all of them must be known."""
+    low = re.sub(r"\bdep", "dp+ep", word.lower())
+    named = [re.sub(r"\d+$", "", one) for one in re.split(r"[,+ ]+", low)]
+    return dict.fromkeys(named, True) if {*named} <= {*SETUP} else {}
+
+
+def remedies(text: str) -> list[str]:
+    """The remedies that a text names, e.g. ``enforce-eager``.
+
+    >>> remedies("--enforce-eager"), remedies("Marlin and eager"), remedies("aspirin")
+    (['enforce-eager'], ['enforce-eager', 'marlin'], [])
     """
-    low = re.sub(r"[\s_-]|nvidia|geforce", "", given.lower())
-    match = re.fullmatch(r"sm(\d+)[af]?", low)
-    if match:
-        return {"sm103": "sm100"}.get(low.rstrip("af"), low.rstrip("af"))
-    for family, names in GPUS.items():
-        if any(re.match(rf"{name}(?!\d)", low) for name in names):
-            return family
-    known = ", ".join(name.upper() for names in GPUS.values() for name in names)
-    return fail("gpu", f"one of {known}, or sm_90 and the like", repr(given))
+    low = text.lower().replace("_", "-")
+    return [name for name, entry in terms("remedies").items() if re.search(entry["words"], low)]
 
 
-def version(given: str) -> str:
-    """The release of the table that a version names, as ``staleproof patches --version`` takes it.
+def says(facts: Facts, name: str) -> str:
+    """One fact and where it comes from.
 
-    Raises:
-        ValueError: it is not in the table.
-
-    >>> version("v0.18.1")
-    '0.18.1'
+    >>> says(Facts(known={"gpu": "sm90"}, origin={"gpu": "line 12"}), "gpu")
+    'gpu sm90 (line 12)'
     """
-    try:
-        return release(status.answer(given).version)
-    except PatchError as error:
-        raise ValueError(f"version: {str(error).removesuffix('; nothing is patched')}") from error
-
-
-def parallel(given: str) -> str:
-    """``dp``, ``ep``, ``dp+ep`` or ``none``.
-
-    >>> parallel("DEP"), parallel("dp,ep"), parallel("none")
-    ('dp+ep', 'dp+ep', 'none')
-    """
-    named = {*re.split(r"[,+ ]+", given.lower().replace("dep", "dp+ep"))}
-    if named in ({"none"}, {"no"}, {"tp"}):
-        return "none"
-    if not named or not named <= {"dp", "ep"}:
-        fail("parallel", "dp, ep, dp+ep or none", repr(given))
-    return "+".join(sorted(named))
-
-
-# What a backend's name has in it, as vLLM prints it.
-BACKENDS = {
-    "backend": ("mla", "attn", "attention", "flashinfer", "turboquant"),
-    "moe_backend": (
-        *("triton", "cutlass", "trtllm", "deep", "cutedsl", "marlin"),
-        *("aiter", "humming", "cpu", "xpu"),
-    ),
-}
-
-
-def _backend(name: str, given: str) -> str:
-    word = re.sub(r"[\s-]", "_", given.lower())
-    if not any(part in word for part in BACKENDS[name]):
-        fail(name, f"a name as vLLM prints it, with one of {', '.join(BACKENDS[name])} in it", repr(given))
-    return word
-
-
-# Of a word of a symptom: crashes, crashed, crashing.
-ENDING = "(?:e?s|e?d|ing)?"
-# What a sentence denies. A switch that is off, and the name of a symptom, say something themselves.
-NOT = (
-    r"\b(?:no|not|never|without|neither|nor|\w+n['’]t) "
-    r"(?:(?:an?|any|the|on|in|with|from|cuda(?! graph)|vllm|happen|occur|seen?|\S+ n?or"
-    r"|(?:0\.[\d.]+|[a-z]+\d+\w*) and) )*+(?!(?:full |cuda )*graphs?\b|async|reproducib|determinis)"
-)
-# A denied verb, which means "no": "do not use dp", "CUDA graphs are not used".
-UNUSED = (
-    r"\b(?:not|never|without|cannot|\w+n['’]t) (?:us(?:e|ed|ing)|enabl(?:e|ed|ing)|have|had"
-    r"|run(?:ning)?(?= (?:any|the|cuda|full|async|data|expert|dp|ep|eager)\b))(?= \w)"
-)
-UNUSED_AFTER = (
-    r"((?:cuda |full )*graphs?|async\w*(?: scheduling)?|(?:data|expert).parallel\w*"
-    r"|\b(?!ha(?:ve|s|d)\b)[^\s,;]+) "
-    r"(?:(?:is|are|was|were) not|(?:is|are|was|were)n['’]t|not) (?:used|enabled|active)\b"
-)
-# What a sentence says is well, e.g. "fine on H100". Its group: "stopped" working is not well.
-WHERE = r"(?:on|in|with|under|before|until|till|up to|using) "
-FINE = (
-    r"\b((?:not|never|longer|stop\w*|to|cannot|\w+n['’]t) )?+"
-    rf"(?:fine|ok(?:ay)?|good|correct|work(?:s|ed|ing)?) {WHERE}"
-    rf"(?:(?:an?|the|vllm|full|cuda|\S+ (?:or|and)(?: {WHERE[:-1]})?) )*+[^\s,;]+"
-)
-NO_MEASURE = r"\b(?! ?(?:%|(?:m?s|sec\w*|min\w*|h|hours?|[gm]i?b|of|times)\b))"
-RELEASE = rf"(0\.\d+(?:\.\d+)?){NO_MEASURE}"
-# What stands before a release, the surest first: the target of an upgrade, a word, nothing.
-BEFORE = (
-    r"\bto (?:vllm[ =v-]*|v)?",
-    r"\bvllm(?: version| release)?[ =:v-]*",
-    r"\b(?:on|since|after|version|release) v?|(?<![\w.-])v",
-    r"(?<![\w.-])",
-)
-# What makes a number one of something else: a package, or in two parts the value of an option or a measure.
-SERVER = r"\b(?:sglang|tensorrt.llm|lmdeploy|ollama|llama\.cpp|tgi)\b"
-PACKAGE = rf"(?:\b(?:flashinfer|xformers|lmcache|nixl|aiter|transformers|staleproof)|{SERVER})[ =v-]*$"
-OF_VLLM = "the table is of vLLM's releases; of another server it says nothing"
-VALUE = (
-    r"(?:--[\w.-]+[ =]|_\w+=|(?:\b|_)(?:utili[sz]ation|temperature|accuracy|score|gsm8k|mmlu|top.p|min.p"
-    r"|penalty|threshold|drop\w*|falls?|fell)\b)"
-    r"(?:[ =:]+(?:of|is|was|at|by|from|to|drop\w*|falls?|fell|0\.\d+)\b)*[ =:]*$"
-)
-# Attention backends as vLLM prints them. Any other word before "MLA" is no name.
-BACKEND = (
-    r"(?:flashinfer|cutlass|triton|flash[_ ]attn|tokenspeed|rocm[_ ]aiter(?:[_ ]triton)?|xpu|cpu|amx)[_ ]mla"
-    r"(?:[_ ]sparse)?|flashmla(?:[_ ]sparse)?|flex[_ ]attention"
-    r"|(?:flash|triton|rocm(?:[_ ]aiter[_ ]unified)?|cpu|tree|gdn)[_ ]attn"
-)
-OFF = r"(?:(?:is|are|was|were) )?(?:off|disabled)\b"
-# GPUs by name, e.g. "rtx pro 6000".
-GPU = "|".join(re.sub(r"^(rtx)(pro)?", r"\1[ _]?\2[ _]?", name) for names in GPUS.values() for name in names)
-DP, EP = r"(?:\bdp\b|\bdata.parallel)", r"(?:\bep\b|\bexpert.parallel)"
-# (fact, pattern of what people write, word). The patterns of a fact are tried in order, and the first match
-# counts. If the pattern has a group, the group is the word.
-WORDS: tuple[tuple[str, str, str], ...] = (
-    ("gpu", rf"\b(?:\d+ ?x ?)?({GPU}|sm_?\d+)\b", ""),
-    ("gpu", r"\bblackwell\b", "b200"),
-    ("gpu", r"\bhopper\b", "h200"),
-    ("graphs", r"\b(?:enforce.)?eager\b(?!\W*(?:false|0)\b)", "none"),
-    ("graphs", rf"\b(?:no|without|disabled?) (?:(?:any|the|full|cuda) )*graphs?\b|graphs? {OFF}", "none"),
-    ("graphs", r"\bpiecewise\b", "piecewise"),
-    # vLLM's default is full and piecewise.
-    ("graphs", r"\b(?:cuda|full) ?graphs?\b", "full"),
-    ("moe_backend", r"\b((?:flashinfer )?\w*(?:cutlass|trtllm|deep_?gemm|marlin))\b(?! mla)", ""),
-    ("backend", rf"\b({BACKEND})\b", ""),
-    ("backend", r"\bflash[_ ]?attention\b", "flash_attn"),
-    ("quant", r"\bmxfp4\b", "mxfp4"),
-    ("quant", r"\b(?:nv)?fp4\b", "nvfp4"),
-    ("quant", r"\bfp8\b", "fp8"),
-    ("quant", r"\b(?:awq|gptq|gguf)\b", "other"),
-    ("quant", r"\b(?:bf16|fp16)\b", "none"),
-    ("parallel", rf"\bdep\b|(?s:^(?=.*{DP})(?=.*{EP}))", "dp+ep"),
-    ("parallel", DP, "dp"),
-    ("parallel", EP, "ep"),
-    ("scheduling", rf"\b(?:not?|without|disabled?).async\w*|\basync\w*(?: scheduling)? {OFF}", "sync"),
-    ("scheduling", r"\bsync scheduling", "sync"),
-    ("scheduling", r"\basync\w*", "async"),
-    ("phase", r"\bat start\w*|\bon start\w*", "start"),
-    ("phase", r"\bunder load\b|\bserving\b", "serving"),
-    ("model", r"\b(mla|moe|hybrid|dense)\b", ""),
-)
-
-
-def _negated(text: str) -> str:
-    """A sentence in small letters, with "no" for each denied verb.
-
-    >>> _negated("We do not use DP, graphs are not used")
-    'we do no dp, no graphs'
-    """
-    return re.sub(UNUSED, "no", re.sub(UNUSED_AFTER, r"no \1", text.lower()))
-
-
-def affirmed(text: str) -> str:
-    """A sentence in small letters, without what it denies.
-
-    >>> affirmed("NaN, not on H100 but on B200, no CUDA graphs")
-    'nan,  but on b200, no cuda graphs'
-    """
-    return re.sub(rf"{NOT}[^\s,;]+", "", _negated(text)).strip()
-
-
-def _release(low: str) -> str | None:
-    """The release that a sentence names. Without a word before it, two parts must be those of a known one."""
-    known = {name.rpartition(".")[0] for name in table.probes()}
-    for before in BEFORE:
-        for match in re.finditer(rf"(?:{before}){RELEASE}", low):
-            at = match.start(1)
-            number, said = match[1], low[max(0, at - 80) : at]
-            full = number.count(".") == 2
-            other = re.search(PACKAGE if full else f"{PACKAGE}|{VALUE}", said)
-            if not other and (full or number in known or at > match.start()):
-                return number
-    # Refused with the nearest release, as 0.95 is.
-    unknown = re.search(rf"{BEFORE[1]}([1-9]\d*\.\d+(?:\.\d+)?){NO_MEASURE}", low)
-    return unknown and unknown[1]
-
-
-def from_words(text: str) -> Facts:
-    """What a sentence says: the symptom, and whatever else it names, but not where it says that all is well.
-
-    Raises:
-        ValueError: no symptom that we know, or a release that does not exist.
-
-    >>> found = from_words("NaN from DeepSeek R1 with CUDA graphs on 0.20, B200")
-    >>> found.known
-    {'symptom': 'nan', 'version': '0.20.2', 'gpu': 'sm100', 'graphs': 'full'}
-    >>> found.traits
-    {'mla': True, 'moe': True, 'hybrid': False}
-    """
-    found = Facts()
-    found.learn("symptom", text, "your words")
-    low = affirmed(re.sub(FINE, lambda well: well[0] if well[1] else "", text.lower()))
-    if number := _release(low):
-        found.learn("version", number, "your words")
-    if re.search(SERVER, low) and "vllm" not in low:
-        found.notes.append(OF_VLLM)
-    for name, pattern, word in WORDS:
-        match = re.search(pattern, low)
-        if match and not found.has(name):
-            found.learn(name, re.sub(r"\s", "_", word or match[1]), "your words")
-    for trait in re.findall(rf"{NOT}(mla|moe|hybrid)\b", _negated(text)):
-        found.traits[trait] = False
-        found.origin.setdefault("model", "your words")
-    # A name may be several words: "kimi linear" first, and then "qwen3", which "qwen3 next" is not.
-    for word in [low, *re.findall(r"[\w./-]+", low)]:
-        name, named = known_model(word)
-        if name:
-            found.traits = {**named, **found.traits}
-            if named:
-                found.origin["model"] = f"known of {name}"
-            break
+    if name in ("symptom", "model", "setup"):
+        names: Sequence[str] = {"symptom": facts.symptoms, "model": MODEL, "setup": tuple(SETUP)}[name]
+        there = [one for one in names if one in (*facts.symptoms, *facts.traits)]
+        words = [one if facts.traits.get(one, True) else f"no {one}" for one in there]
+        if name == "setup":
+            there = [one for one in there if facts.traits[one]]
+            words = there
+        word, places = " ".join(words), dict.fromkeys(facts.origin.get(one, "") for one in there)
     else:
-        if "deepseek" in low and not found.traits:
-            found.traits = known_model("deepseek-v3")[1]
-            found.origin["model"] = "DeepSeek, taken for V2, V3 or R1"
-    return found
-
-
-# Fact -> what reads the word for it.
-READ: dict[str, Callable[[str], str]] = {
-    "symptom": symptom,
-    "version": version,
-    "gpu": gpu,
-    "parallel": parallel,
-    **{name: partial(_one_of, name) for name in CHOICES},
-    **{name: partial(_backend, name) for name in BACKENDS},
-}
+        word, places = facts.known.get(name, ""), {facts.origin.get(name, ""): None}
+    where = ", ".join(filter(None, places))
+    return f"{name} {word} ({where})" if where else f"{name} {word}"

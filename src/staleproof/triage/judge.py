@@ -1,27 +1,30 @@
-"""Rates each row of the triage table against the known facts: it fits, may fit, or is contradicted.
+"""Rates each row of the triage table against the known facts, and says which fact would decide.
 
-A row *fits* if its symptom, the release and all its needs are known and true. That is no proof: other rows
-may fit as well, and so may a cause that nobody has found yet. A measurement in which the incident did not
-show lowers a row; a fact that contradicts it excludes it.
+A row leads only if its symptom was named, every need is known and met, and nothing recorded speaks against
+it.
+That is no proof: other rows may fit as well, and so may a cause that nobody has found yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from staleproof.triage import table
-from staleproof.triage.facts import ASK, Facts
+from staleproof.triage.facts import ASK, SETUP, Facts, says
 from staleproof.triage.table import GRADES, Row
 
-FITS, SO_FAR, ONLY_IF, MEASURED, AGAINST = (
+FITS, SO_FAR, OPEN, MEASURED, UNLESS, AGAINST = (
     "fits",
     "fits as far as known",
-    "fits only if more is true",
-    "possible, but measured otherwise",
+    "not decided",
+    "measured otherwise",
+    "only if",
     "speaks against",
 )
-# Questions a person is asked at most.
+ORDER = (FITS, SO_FAR, OPEN, MEASURED, UNLESS, AGAINST)
+# Questions a person is asked at most, after the symptom.
 MOST = 5
 
 
@@ -31,39 +34,47 @@ class Judgement:
 
     Attributes:
         row: the row.
-        status: one of the five above.
+        status: one of ``ORDER``.
         because: facts that fit, each with its origin.
         unknown: unknown facts that would decide.
         against: what contradicts the row.
-        measured: measurements in which the incident did not show although everything fits.
-        signs: further evidence for it: where it was reported, and what the log names.
+        measured: what was recorded or tried that speaks against it although everything fits.
+        signs: further evidence for it: what the log names, and what helped.
+        reported: where the same was reported.
+        setup: what most servers do not have and this row needs, where it is unknown.
     """
 
     row: Row
     status: str
-    because: list[str]
-    unknown: list[str]
-    against: list[str]
-    measured: list[str]
-    signs: list[str]
+    because: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    against: list[str] = field(default_factory=list)
+    measured: list[str] = field(default_factory=list)
+    signs: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
 
     @property
     def alive(self) -> bool:
         """Whether nothing contradicts it."""
         return self.status != AGAINST
 
-    def rank(self, symptom: str | None) -> tuple[int, ...]:
-        """Sort key, best first: status, first symptom, signs, kind of model, how much fits, evidence.
+    @property
+    def leads(self) -> bool:
+        """Whether it may be the headline, with something to do now."""
+        return self.status in (FITS, SO_FAR)
 
-        Rows about hybrids come before rows about any MoE, because they are more specific: every MoE has a
-        router, but not every MoE is a hybrid.
-        """
-        order = {FITS: 0, MEASURED: 3 if self.unknown else 1, SO_FAR: 2, ONLY_IF: 4, AGAINST: 5}
-        first = self.row.symptoms[0] != symptom
-        models = () if "model" in self.unknown else self.row.needs.get("model", ())
-        common = not any(value.startswith("hybrid") for value in models)
-        fits, grade = -len(self.because), GRADES.index(self.row.grade)
-        return order[self.status], first, -len(self.signs), common, fits, grade, len(self.unknown)
+    def rank(self, symptoms: Sequence[str]) -> tuple[Any, ...]:
+        """Sort key, best first: status, signs, symptoms, then what fits, was reported and is unknown."""
+        seen = sum(symptom in symptoms for symptom in self.row.symptoms)
+        first = self.row.symptoms[0] not in symptoms
+        fits, reported = -len(self.because), -len(self.reported)
+        # Every MoE has a router, and not every MoE is a hybrid.
+        common = not any(value.startswith("hybrid") for value in self.row.needs.get("model", ()))
+        unknown = sum(name in ("symptom", "version", *self.row.needs) for name in self.unknown)
+        grade = GRADES.index(self.row.grade)
+        rest = (reported, unknown, fits) if self.unknown else (fits, reported, unknown)
+        return ORDER.index(self.status), -len(self.signs), -seen, first, common, *rest, grade
 
     def asks(self, name: str) -> str:
         """An unknown fact by its option, with what this row needs of it.
@@ -87,40 +98,57 @@ def option(name: str) -> str:
 def judge(row: Row, facts: Facts) -> Judgement:
     """Weigh one row.
 
-    >>> facts = Facts(known={"symptom": "oom", "version": "0.20.2"})
-    >>> row = table.of("decode_buffer")[0]
-    >>> judge(row, facts).against
+    >>> facts = Facts(symptoms=["oom"]); facts.learn("version", "0.20.2", "--version")
+    >>> judge(table.of("decode_buffer")[0], facts).against
     ['vLLM 0.20.2 does not have it (0.18.0 to 0.19.1 do)']
     """
     because: list[str] = []
     unknown: list[str] = []
     against: list[str] = []
+    setup: list[str] = []
     for name, values in (("symptom", row.symptoms), ("version", row.releases), *row.needs.items()):
-        met = facts.meets(name, tuple(values))
-        if met is None:
-            unknown.append(name)
-        elif met:
-            because.append(fact(facts, name))
+        met = facts.meets(name, values)
+        if met:
+            because.append(says(facts, name))
+        elif met is None:
+            # Few servers run on a CPU.
+            (setup if name == "setup" or values == ["cpu"] else unknown).append(name)
         elif name == "symptom":
-            against.append(f"its symptom is {' or '.join(values)}, not {facts.known['symptom']}")
+            against.append(f"its symptom is {' or '.join(values)}, not {', '.join(facts.symptoms)}")
         elif name == "version":
             against.append(f"vLLM {facts.known['version']} does not have it ({row.affected} do)")
         else:
-            against.append(f"{fact(facts, name)}; it needs {' or '.join(values)}")
+            against.append(f"{says(facts, name)}; it needs {' or '.join(values)}")
+    against += [says(facts, name) for name, values in row.excludes.items() if facts.known.get(name) in values]
     in_place = [patch for patch in row.patches if patch in facts.in_place]
     if in_place and len(in_place) == len(_needed(row, facts)):
         against.append(f"patched, by the log: {', '.join(in_place)}")
-    measured, signs = _of(row.weighs, facts), _of(row.hints, facts)
-    signs += [f"the log names {sign}" for sign in row.signs if sign in facts.lines]
+    against += [f"{remedy} did not help, and cures it" for remedy in row.remedies if remedy in facts.failed]
+    signs = [f"the log names {sign}" for sign in row.signs if sign in facts.lines]
+    signs += [f"{remedy} helped" for remedy in row.remedies if remedy in facts.helped]
+    measured = _of(row.weighs, facts)
+    measured += [
+        f"it does not say why {r} helped" for r in facts.helped if r not in (*row.remedies, "restart")
+    ]
+    # A GPU or backend on which it was measured otherwise decides as well, unless it was reported here.
+    hints = _of(row.hints, facts)
+    if not hints and not measured:
+        unknown += [name for name in row.weighs if name not in facts.known and name not in unknown]
+        if "gpu" in facts.known and "gpu" in row.weighs and "backend" in unknown:
+            unknown.remove("backend")
+    status = SO_FAR
     if against:
         status = AGAINST
+    elif setup:
+        status = UNLESS
     elif measured:
         status = MEASURED
-    elif row.also:
-        status = ONLY_IF
-    else:
-        status = SO_FAR if unknown else FITS
-    return Judgement(row, status, because, unknown, against, measured, signs)
+    elif unknown:
+        status = OPEN
+    elif signs:
+        status = FITS
+    needed = [value for name in setup for value in row.needs[name]]
+    return Judgement(row, status, because, unknown, against, measured, signs, hints, needed)
 
 
 def _of(said: Mapping[str, Mapping[str, str]], facts: Facts) -> list[str]:
@@ -130,58 +158,78 @@ def _of(said: Mapping[str, Mapping[str, str]], facts: Facts) -> list[str]:
 
 def _needed(row: Row, facts: Facts) -> list[str]:
     """The row's patches that the release needs."""
-    needs = table.probes().get(facts.known.get("version", ""), {})
+    needs = table.probes().get(facts.releases[0], {}) if facts.releases else {}
     return [patch for patch in row.patches if needs.get(patch, {}).get("needed")]
-
-
-def fact(facts: Facts, name: str) -> str:
-    """One fact and where it comes from.
-
-    >>> fact(Facts(known={"gpu": "sm90"}, origin={"gpu": "line 12"}), "gpu")
-    'gpu sm90 (line 12)'
-    """
-    word = facts.known.get(name, "")
-    if name == "model":
-        word = " ".join(trait if there else f"no {trait}" for trait, there in facts.traits.items())
-    return f"{name} {word} ({facts.origin[name]})" if name in facts.origin else f"{name} {word}"
 
 
 def judge_all(facts: Facts) -> list[Judgement]:
     """Every row, the best fit first.
 
-    >>> facts = Facts(known={"symptom": "leak", "version": "0.22.1"}, traits={"hybrid": False})
+    >>> facts = Facts(symptoms=["leak"], traits={"hybrid": False})
+    >>> facts.learn("version", "0.22.1", "--version")
     >>> judge_all(facts)[0].row.key, judge_all(facts)[0].status
-    ('undrained_ids', 'fits')
+    ('undrained_ids', 'fits as far as known')
     """
     found = [judge(row, facts) for row in table.rows()]
-    return sorted(found, key=lambda j: j.rank(facts.known.get("symptom")))
+    return sorted(found, key=lambda one: one.rank(facts.symptoms))
 
 
-def alike(one: Judgement, others: Sequence[Judgement]) -> list[Judgement]:
-    """The other rows with the same status, which the known facts do not distinguish from this one."""
-    return [other for other in others if other is not one and other.status == one.status and one.alive]
+def looks_like(facts: Facts, found: Sequence[Judgement] = ()) -> tuple[str, str]:
+    """What kind of other failure this is, and by what; two empty texts if none is known.
 
+    A line of the log that names it says so; of those that only the set-up suggests, the first whose needs are
+    all met. If a row has signs of its own, only a set-up of three facts and more says otherwise.
 
-def tells_apart(one: Judgement, other: Judgement) -> list[str]:
-    """The unknown facts that could tell two rows apart."""
-    names = dict.fromkeys((*one.unknown, *other.unknown))
-    return [name for name in names if one.row.needs.get(name) != other.row.needs.get(name)]
-
-
-def next_question(facts: Facts, asked: Sequence[str]) -> str | None:
-    """The fact to ask for next; ``None`` if no answer could change anything, or enough was asked.
-
-    The symptom and the release come first. Then the fact that most of the rows still standing need.
-
-    >>> next_question(Facts(), []), next_question(Facts(known={"symptom": "leak"}), ["symptom"])
-    ('symptom', 'version')
+    >>> looks_like(Facts(symptoms=["nan"], traits={"lora": True}, known={"gpu": "sm90"}))[0][:25]
+    "LoRA's expand kernel on H"
     """
-    if len(asked) >= MOST:
-        return None
-    for name in ("symptom", "version"):
-        if name not in asked and not facts.has(name):
-            return name
-    standing = [found for found in judge_all(facts) if found.alive]
-    wanted = [name for found in standing for name in found.unknown if name not in asked]
-    order = [*ASK]
-    return min(wanted, key=lambda name: (-wanted.count(name), order.index(name)), default=None)
+    signed = any(one.alive and one.signs for one in found)
+    for entry in table.others():
+        if entry["key"] in facts.others:
+            if not facts.symptoms or {*facts.symptoms} & {*entry.get("symptoms", facts.symptoms)}:
+                return entry["says"], facts.others[entry["key"]]
+        elif needs := entry.get("needs"):
+            met = all(facts.meets(name, values) for name, values in needs.items())
+            if met and {*facts.symptoms} & {*entry["symptoms"]} and not (signed and len(needs) < 3):
+                return entry["says"], ", ".join(says(facts, name) for name in needs)
+    return "", ""
+
+
+def elsewhere(facts: Facts) -> list[str]:
+    """The same faults in the other server that the facts name, each with its thread."""
+    found = []
+    for entry in table.elsewhere():
+        met = [facts.meets(name, values) for name, values in entry["needs"].items()]
+        if entry["server"] == facts.server and False not in met and {*facts.symptoms} & {*entry["symptoms"]}:
+            found.append(
+                f"{entry['thread']}: {entry['says']}" + ("" if None not in met else ", if that is your case")
+            )
+    return found
+
+
+def deciding(facts: Facts, found: Sequence[Judgement], asked: Sequence[str] = ()) -> list[str]:
+    """The unknown facts that would decide most, best first: those that the rows still open lack.
+
+    >>> deciding(Facts(), judge_all(Facts()))[:2]
+    ['symptom', 'version']
+    """
+    open_rows = [one for one in found if one.status == OPEN]
+    wanted = [name for one in open_rows for name in one.unknown if name not in asked]
+    # A release that is named and not in the table cannot be asked for.
+    names = [name for name in dict.fromkeys(wanted) if not (name == "version" and name in facts.known)]
+    first = {"symptom": -2, "version": -1}
+    # The row that comes first is decided first.
+    row = {n: next(i for i, one in enumerate(open_rows) if n in one.unknown) for n in names}
+    return sorted(names, key=lambda n: (first.get(n, 0), row[n], [*ASK].index(n)))
+
+
+def condition(name: str) -> str:
+    """A part of the set-up and how to say that it is there.
+
+    >>> condition("dp")
+    'data parallelism (--with dp)'
+    """
+    if name == "cpu":
+        return "vLLM's CPU backend (--gpu cpu)"
+    names = name.split("+")
+    return f"{' and '.join(SETUP[one] for one in names)} (--with {','.join(names)})"

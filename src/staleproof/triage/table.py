@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SOURCE = Path(__file__).with_name("triage.toml")
+# What vLLM's sources say of each release; written by tools/engine_lines.py.
+ENGINE = Path(__file__).with_name("engine.json")
+CONTROL = (
+    "Control: restart one replica unchanged as well. If that is right too, the restart helped (it empties "
+    "the KV cache), not the change"
+)
 CAPTION = (
     "Releases come from reading each release's source. A flag does what that source says; none was tried on "
     "a production server. Evidence: real (third-party code ran, as released unless the row says what was "
@@ -66,10 +73,13 @@ class Row:
         evidence: the evidence for its claims.
         unpatched: releases with the defect and without a patch.
         needs: fact -> values, of which one must be true.
-        also: a further condition; empty if there is none.
+        excludes: fact -> values that rule it out.
+        also: a further condition that no option shows; empty if there is none.
         weighs: fact -> value -> where the incident did not show.
         hints: fact -> value -> where it was reported.
         signs: texts that a log has in this case.
+        remedies: keys of the table's remedies that cure it.
+        touches: patch -> fact -> the backends that it changes; a patch that is not named changes any.
     """
 
     key: str
@@ -87,6 +97,9 @@ class Row:
     weighs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     hints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     signs: tuple[str, ...] = ()
+    excludes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    remedies: tuple[str, ...] = ()
+    touches: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
 
     @property
     def releases(self) -> tuple[str, ...]:
@@ -98,7 +111,8 @@ class Row:
         found = [
             name
             for name, patches in probes().items()
-            if name in self.unpatched or any(patches[patch]["needed"] for patch in self.patches)
+            if name in (*self.unpatched, *engine()["defects"].get(self.key, ()))
+            or any(patches[patch]["needed"] for patch in self.patches)
         ]
         return tuple(found)
 
@@ -165,7 +179,7 @@ class Row:
             "Not seen": self.not_when,
             "vLLM": self.affected,
             "Do now": self.do,
-            "Confirm": self.confirm,
+            "Confirm": f"{self.confirm} {CONTROL}.",
             "Evidence": self.rests_on,
         }
 
@@ -181,6 +195,26 @@ def _refused(release: str) -> frozenset[str]:
 @cache
 def _source() -> dict[str, Any]:
     return tomllib.loads(SOURCE.read_text(encoding="utf-8"))
+
+
+@cache
+def engine() -> dict[str, Any]:
+    """What was read out of vLLM's sources: ``lines``, ``gpus``, ``defects``, ``architectures``, ``releases``.
+
+    >>> engine()["gpus"]["flash_attn_mla"], engine()["architectures"]["Qwen3NextForCausalLM"]
+    (['sm90'], 'hybrid no-mla')
+    """
+    found: dict[str, Any] = json.loads(ENGINE.read_text(encoding="utf-8"))
+    return found
+
+
+def terms(name: str) -> Any:
+    """What people and logs write for models, GPUs, choices and remedies: one table of ``[terms]``.
+
+    >>> terms("choices")["graphs"]["none"]
+    ['eager', 'off', 'no']
+    """
+    return _source()["terms"][name]
 
 
 @cache
@@ -223,23 +257,29 @@ def symptom(incident: str) -> str:
     return plain(next((row.see for row in rows() if row.incident == incident), ""))
 
 
-def symptoms() -> Mapping[str, Mapping[str, Any]]:
-    """Symptom -> ``says``, one phrase, and ``words`` that people type for it.
+def symptoms() -> Mapping[str, Mapping[str, str]]:
+    """Symptom -> ``says``, one phrase; ``words`` that people type, a pattern; ``next``, what to do then.
 
-    >>> "!!!!" in symptoms()["nan"]["words"]
-    True
+    >>> symptoms()["leak"]["says"]
+    'host memory grows'
     """
-    found: Mapping[str, Mapping[str, Any]] = _source()["symptoms"]
+    found: Mapping[str, Mapping[str, str]] = _source()["symptoms"]
     return found
 
 
 def others() -> Sequence[Mapping[str, Any]]:
-    """Failures of another kind: ``words`` of which a log's line holds one, and ``says``, what it looks like.
+    """Failures of another kind: ``words`` of a log's line, or ``needs``; and ``says``, what it is.
 
     >>> others()[0]["says"].partition(":")[0]
     'a rank that hangs or died'
     """
     found: Sequence[Mapping[str, Any]] = _source()["other"]
+    return found
+
+
+def elsewhere() -> Sequence[Mapping[str, Any]]:
+    """The same faults in other servers: ``server``, ``symptoms``, ``needs``, ``thread`` and ``says``."""
+    found: Sequence[Mapping[str, Any]] = _source()["elsewhere"]
     return found
 
 
@@ -304,7 +344,7 @@ def in_production(incident: str) -> None:
             ("flag", plain(row.flag)),
             ("release", row.release),
             ("patch", f"{names} (staleproof patches --explain {row.patches[0]})" if names else "none"),
-            ("confirm", plain(row.confirm)),
+            ("confirm", f"{plain(row.confirm)} {CONTROL}."),
         ):
             lines += wrapped(text, 100, f"  {name:<9}", " " * 11)
         print("\n".join(lines))
