@@ -16,7 +16,7 @@ from staleproof import device
 
 device.select()
 
-from staleproof.cases import measure
+from staleproof import measure
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 
 ROWS, HEADS, RANK = 1024, 128, 512

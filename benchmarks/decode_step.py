@@ -22,7 +22,7 @@ from staleproof import device
 
 device.select()
 
-from staleproof.cases import measure
+from staleproof import measure
 from staleproof.evidence import RowCounters
 from staleproof.incidents.mla_padding import broken
 from staleproof.incidents.mla_padding.remedies import ClearEmptyRows, quantise_live_rows

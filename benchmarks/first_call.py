@@ -22,7 +22,7 @@ from staleproof import device
 
 device.select()
 
-from staleproof.cases import measure
+from staleproof import measure
 from staleproof.ops import clear_empty_rows, fp8, nvfp4, topk, zero_blocks
 from staleproof.ops.mla import decode
 

@@ -27,7 +27,7 @@ device.load_triton()
 import triton
 import triton.language as tl
 
-from staleproof.cases import measure
+from staleproof import measure
 from staleproof.kernels.mla import peers
 from staleproof.kernels.vllm import flashmla
 from staleproof.ops.clear_empty_rows import clear_empty_rows

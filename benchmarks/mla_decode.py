@@ -25,7 +25,7 @@ from staleproof import device
 
 device.select()
 
-from staleproof.cases import measure
+from staleproof import measure
 from staleproof.kernels.adapter import Peer
 from staleproof.kernels.mla import peers
 from staleproof.kernels.vllm import flashmla, vllm_splits

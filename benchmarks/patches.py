@@ -36,7 +36,7 @@ from staleproof import device
 
 device.select()
 
-from staleproof.cases import measure
+from staleproof import measure
 from staleproof.kernels.vllm_sources import UnavailableError, executed, load
 from staleproof.vllm.patches import kv_reuse, mla_padding, moe_routing, scale_padding
 from staleproof.vllm.releases import applies_to, table

@@ -26,7 +26,7 @@ from staleproof import device
 
 device.select()
 
-from staleproof.cases import measure
+from staleproof import measure
 from staleproof.ops import fp8
 from staleproof.ops.fp8 import quantize_fp8_per_tensor
 from staleproof.ops.reference import fp8 as reference

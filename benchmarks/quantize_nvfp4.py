@@ -17,7 +17,7 @@ from staleproof import device
 
 device.select()
 
-from staleproof.cases import measure
+from staleproof import measure
 from staleproof.ops import nvfp4 as kernels
 from staleproof.ops.reference import nvfp4 as reference
 

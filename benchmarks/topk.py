@@ -34,7 +34,7 @@ from staleproof import device
 
 device.select()
 
-from staleproof.cases import measure
+from staleproof import measure
 from staleproof.kernels.vllm_sources import Finder
 from staleproof.ops import topk as kernels
 from staleproof.ops.reference import topk as reference

@@ -29,7 +29,7 @@ device.load_triton()
 import triton
 import triton.language as tl
 
-from staleproof.cases import measure
+from staleproof import measure
 from staleproof.ops.zero_blocks import BlockZeroer
 from staleproof.vllm.sources import vllm_file
 

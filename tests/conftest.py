@@ -18,8 +18,8 @@ sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 import pytest
 
+from staleproof import child as children
 from staleproof import device
-from staleproof.cases import children
 
 DEVICE = device.select()
 

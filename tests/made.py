@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from staleproof.cases import finding as cases
-from staleproof.cases.finding import OFF_ON_OFF, REPLICA, Evidence, Finding, Key, three_of
-from staleproof.cases.words import FAMILIES, FIX, FIXED, NOT_RUN
+from staleproof.cases.finding import three_of
+from staleproof.cases.words import FAMILIES, FIX
+from staleproof.grades import REPLICA, Evidence
+from staleproof.lab import FIXED, NOT_RUN, OFF_ON_OFF, Finding, Key
 from staleproof.vllm.watch import Reading, Watch
 
 

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-
-from staleproof.cases import store
 from tools import figures
+
+from staleproof import runs
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -69,6 +69,6 @@ def test_a_dead_link_is_noticed(tmp_path):
 
 
 def test_written_parts_agree_with_their_source():
-    for path, begin, text in figures.parts(store.find(figures.MACHINE)):
+    for path, begin, text in figures.parts(runs.find(figures.MACHINE)):
         written = (ROOT / path).read_text().split(begin)[1].split(figures.END)[0].strip()
         assert written == text, "run: python -m tools.figures"

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from staleproof.cases import store
-from staleproof.cases.store import Run
+from staleproof import runs
+from staleproof.runs import Run
 from staleproof.triage import table as triage
 
 MACHINE = "nvidia-h200"
@@ -425,8 +425,8 @@ def picture() -> str:
 
 def main() -> None:
     """Rewrite the parts, and the picture."""
-    root = store.checkout()
-    for name, begin, text in parts(store.find(MACHINE)):
+    root = runs.checkout()
+    for name, begin, text in parts(runs.find(MACHINE)):
         path = root / name
         path.write_text(replaced(path.read_text(), begin, text))
         print(f"written: {path}")

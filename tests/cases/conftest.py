@@ -2,12 +2,12 @@
 
 import pytest
 
-from staleproof.cases import children
+from staleproof import child
 
 
 @pytest.fixture(autouse=True)
 def _no_child_is_left():
     yield
-    left = [*children._running]
-    children.end_all()
+    left = [*child._running]
+    child.end_all()
     assert not left

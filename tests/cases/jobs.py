@@ -14,7 +14,7 @@ import time
 import weakref
 from pathlib import Path
 
-from staleproof.cases.children import REPORT, tell
+from staleproof.child import REPORT, tell
 
 
 def born(module: str) -> dict[str, object]:

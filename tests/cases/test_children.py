@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from tests.cases import jobs, multiply
 
-from staleproof.cases import children
-from staleproof.cases.children import ChildError
+from staleproof import child as children
+from staleproof.child import ChildError
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal exists on Linux alone")
 
@@ -140,7 +140,7 @@ import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {folder!r})
 import jobs
-from staleproof.cases import children
+from staleproof import child as children
 children._may_fork = lambda env: {forked}
 child = children.start(jobs.sleep, {place!r})
 while not os.path.exists({place!r}):

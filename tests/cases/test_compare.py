@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from staleproof.cases.compare import other_bits, rounding, too_far
+from staleproof.evidence.compare import other_bits, rounding, too_far
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 

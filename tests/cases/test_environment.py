@@ -7,7 +7,7 @@ from types import SimpleNamespace as Space
 import pytest
 import torch
 
-from staleproof.cases import machine
+from staleproof import machine
 from staleproof.device import TRITON_MISSING, Provenance
 
 

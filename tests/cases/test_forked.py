@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from tests.cases import jobs
 
-from staleproof.cases import children
+from staleproof import child
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
 
 
 @pytest.fixture(autouse=True)
 def _every_child_is_forked(monkeypatch):
-    monkeypatch.setattr(children, "_may_fork", lambda env: True)
-    monkeypatch.setattr(children, "PRELOADED", ("fractions",))
+    monkeypatch.setattr(child, "_may_fork", lambda env: True)
+    monkeypatch.setattr(child, "PRELOADED", ("fractions",))
     end_server()
     yield
     end_server()
@@ -29,7 +29,7 @@ def _every_child_is_forked(monkeypatch):
 
 def end_server():
     forkserver._forkserver._stop()
-    children._server = None
+    child._server = None
 
 
 def server():
@@ -37,7 +37,7 @@ def server():
 
 
 def test_children_come_from_one_process_that_has_imported_what_the_caller_has():
-    first, second = (children.call(jobs.born, "fractions", timeout_s=60).answer() for _ in range(2))
+    first, second = (child.call(jobs.born, "fractions", timeout_s=60).answer() for _ in range(2))
     assert first["parent"] == second["parent"] == server()
     assert first["loaded"]
     assert first["pid"] != second["pid"]
@@ -45,30 +45,30 @@ def test_children_come_from_one_process_that_has_imported_what_the_caller_has():
 
 
 def test_a_child_sees_folder_and_modules_of_its_caller(monkeypatch, tmp_path):
-    children.call(gc.enable, timeout_s=60)
+    child.call(gc.enable, timeout_s=60)
     before = server()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "made_later.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    born = children.call(jobs.born, "made_later", timeout_s=60).answer()
+    born = child.call(jobs.born, "made_later", timeout_s=60).answer()
     assert (born["folder"], born["importable"]) == (str(tmp_path), True)
     assert born["parent"] == before
 
 
 def test_a_child_ends_as_a_new_interpreter_does(monkeypatch):
-    forked = children.call(jobs.end_late, timeout_s=60)
-    monkeypatch.setattr(children, "_may_fork", lambda env: False)
-    new = children.call(jobs.end_late, timeout_s=60)
+    forked = child.call(jobs.end_late, timeout_s=60)
+    monkeypatch.setattr(child, "_may_fork", lambda env: False)
+    new = child.call(jobs.end_late, timeout_s=60)
     assert forked.stdout == new.stdout == "at once, a thread\nat its end\nits finalizer\n"
     assert (forked.code, forked.told) == (new.code, new.told) == (0, [1])
 
 
 def test_ctrl_c_reaches_a_child_and_not_the_server_that_still_imports(monkeypatch):
-    forked = children.call(jobs.sigint, timeout_s=60).answer()
+    forked = child.call(jobs.sigint, timeout_s=60).answer()
     (blocked,) = re.findall(r"SigBlk:\s(\w+)", Path(f"/proc/{server()}/status").read_text())
     assert int(blocked, 16) >> signal.SIGINT - 1 & 1
-    monkeypatch.setattr(children, "_may_fork", lambda env: False)
-    assert forked == children.call(jobs.sigint, timeout_s=60).answer()
+    monkeypatch.setattr(child, "_may_fork", lambda env: False)
+    assert forked == child.call(jobs.sigint, timeout_s=60).answer()
 
 
 def test_a_server_that_cannot_start_leaves_ctrl_c_as_it_was(monkeypatch):
@@ -81,7 +81,7 @@ def test_a_server_that_cannot_start_leaves_ctrl_c_as_it_was(monkeypatch):
             raise OSError
 
         monkeypatch.setattr(forkserver, "ensure_running", fails)
-        children.call(gc.enable, timeout_s=60)
+        child.call(gc.enable, timeout_s=60)
         masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         assert masks == [{*before, signal.SIGUSR1, signal.SIGINT}, {*before, signal.SIGUSR1}]
     finally:
@@ -95,8 +95,8 @@ def test_what_an_import_of_the_server_leaves_for_the_end_is_not_done_by_its_chil
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setitem(sys.modules, "leaves", None)
-    monkeypatch.setattr(children, "PRELOADED", ("leaves",))
-    ended = children.call(jobs.born, "leaves", timeout_s=60)
+    monkeypatch.setattr(child, "PRELOADED", ("leaves",))
+    ended = child.call(jobs.born, "leaves", timeout_s=60)
     assert ended.answer()["loaded"]
     assert ended.stdout == ""
 
@@ -104,41 +104,41 @@ def test_what_an_import_of_the_server_leaves_for_the_end_is_not_done_by_its_chil
 def test_a_variable_that_an_import_may_have_read_makes_a_new_interpreter():
     """A child sees each variable, whether it was forked or not."""
     names = {"OMP_NUM_THREADS": os.getpid(), "STALEPROOF_TEST": None}
-    children.call(gc.enable, timeout_s=60)
+    child.call(gc.enable, timeout_s=60)
     for name, parent in names.items():
-        assert children.call(os.getenv, name, timeout_s=60, env={name: "3"}).answer() == "3"
-        born = children.call(jobs.born, "fractions", timeout_s=60, env={name: "3"}).answer()
+        assert child.call(os.getenv, name, timeout_s=60, env={name: "3"}).answer() == "3"
+        born = child.call(jobs.born, "fractions", timeout_s=60, env={name: "3"}).answer()
         assert born["parent"] == (parent or server())
 
 
 def test_a_killed_process_to_fork_from_ends_its_children_and_is_replaced(tmp_path):
-    running = children.start(time.sleep, 600)
+    running = child.start(time.sleep, 600)
     parent = server()
     os.kill(parent, signal.SIGKILL)
     assert running.wait(20).code not in (0, None)
     for _ in range(2):
-        assert children.call(pow, 2, 3, timeout_s=60).answer() == 8
+        assert child.call(pow, 2, 3, timeout_s=60).answer() == 8
     assert parent != server()
 
 
 def test_a_fork_of_the_caller_leaves_the_callers_process_alone():
-    children.call(gc.enable, timeout_s=60)
+    child.call(gc.enable, timeout_s=60)
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            code = children.call(pow, 2, 3, timeout_s=60).answer()
+            code = child.call(pow, 2, 3, timeout_s=60).answer()
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 8
-    assert children.call(pow, 2, 2, timeout_s=60).answer() == 4
+    assert child.call(pow, 2, 2, timeout_s=60).answer() == 4
 
 
 def test_a_child_of_a_process_that_has_triton_says_nothing_of_its_own(monkeypatch):
     # Its binding reports objects that it finds at the end of a process.
     pytest.importorskip("triton")
-    monkeypatch.setattr(children, "PRELOADED", ("triton",))
-    ended = children.call(jobs.born, "triton", timeout_s=60)
+    monkeypatch.setattr(child, "PRELOADED", ("triton",))
+    ended = child.call(jobs.born, "triton", timeout_s=60)
     assert ended.answer()["loaded"]
     assert (ended.stdout, ended.stderr) == ("", "")
 
@@ -152,4 +152,4 @@ def test_nothing_is_forked_on_a_gpu_or_without_torch(monkeypatch, interpreting, 
         monkeypatch.setitem(sys.modules, "torch", sys)
     else:
         monkeypatch.delitem(sys.modules, "torch", raising=False)
-    assert children._may_fork({"TRITON_INTERPRET": interpreting}) is wanted
+    assert child._may_fork({"TRITON_INTERPRET": interpreting}) is wanted

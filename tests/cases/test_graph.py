@@ -5,9 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
-from staleproof.cases import graph as graphs
-from staleproof.cases.graph import LaunchList, capture, padded_size
+from staleproof import graph as graphs
 from staleproof.evidence import plant, row_states
+from staleproof.graph import LaunchList, capture, padded_size
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 
 

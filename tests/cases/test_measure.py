@@ -12,8 +12,8 @@ import pytest
 from tests.made import measurement
 
 from staleproof import machine, measure
-from staleproof.cases.measure import WrongResult
 from staleproof.device import DeviceError, Provenance
+from staleproof.measure import WrongResult
 
 
 @dataclass

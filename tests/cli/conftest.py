@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from staleproof import device, triage
-from staleproof.cases import store
-from staleproof.cases.finding import Finding
+from staleproof import device, runs, triage
 from staleproof.incidents.registry import INCIDENTS, Incident
+from staleproof.lab import Finding
 from staleproof.report import conclusion
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,7 +22,7 @@ def root(tmp_path, monkeypatch) -> Path:
     """A checkout of its own, so that no test touches this one."""
     for name in ("notebooks", "benchmarks", "workbook/runs"):
         (tmp_path / name).mkdir(parents=True)
-    monkeypatch.setattr(store, "checkout", lambda: tmp_path)
+    monkeypatch.setattr(runs, "checkout", lambda: tmp_path)
     return tmp_path
 
 

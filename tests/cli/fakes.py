@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.made import finding, measurement, not_run, off_on_off
 
-from staleproof.cases.finding import Finding
+from staleproof.lab import Finding
 
 MEASUREMENT = measurement()
 

@@ -8,15 +8,15 @@ import pytest
 from fakes import MEASUREMENT, absent, clean, interrupted, leaked, one_line, wrong
 from tests.made import finding
 
-from staleproof import device, machine
-from staleproof.cases import store
-from staleproof.cases.finding import Finding, read_findings
+from staleproof import device, machine, runs
 from staleproof.cli import app as cli
+from staleproof.lab import Finding
+from staleproof.runs import read_findings
 
 
 def _record(root: Path, findings: list[Finding], name: str = "a-gpu") -> Path:
     folder = root / "workbook/runs" / name
-    store.write(folder, findings, [MEASUREMENT])
+    runs.write(folder, findings, [MEASUREMENT])
     return folder
 
 
@@ -38,7 +38,7 @@ def test_a_spoilt_recorded_run_is_named_and_hides_no_other(root, incident, capsy
     if command != "compare":
         page = root / "workbook/_build/index.html"
         shown = page.read_text() if command == "report" else captured.out
-        assert shown.count(store.read(root / "workbook/runs/b-gpu").title) == 1
+        assert shown.count(runs.read(root / "workbook/runs/b-gpu").title) == 1
 
 
 def test_run_shows_recorded_runs_beside(root, incident, capsys, monkeypatch):
@@ -57,7 +57,7 @@ def test_record_on_a_cpu_writes_findings_and_no_timing(root, incident, capsys, m
     monkeypatch.setattr(device, "select", lambda *_: "cpu")
     assert cli.main(["record"]) == 0
     assert "verdicts 2 as expected, 0 not as expected" in capsys.readouterr().out
-    (run,) = store.read_all()
+    (run,) = runs.read_all()
     assert run.folder.name == device.machine().slug
     assert [f.verdict for f in run.findings] == ["leaked", "clean"]
     assert {f.provenance for f in run.findings} == {device.Provenance.RECORDED}
@@ -69,10 +69,10 @@ def test_record_on_a_cpu_writes_findings_and_no_timing(root, incident, capsys, m
 def test_record_never_replaces_a_run_by_a_failed_one(root, incident, capsys, second):
     incident(leaked)
     assert cli.main(["record"]) == 0
-    (before,) = store.read_all()
+    (before,) = runs.read_all()
     incident(clean, second)
     assert cli.main(["record"]) == (1 if second is wrong else 130)
-    (after,) = store.read_all()
+    (after,) = runs.read_all()
     assert after == before
     assert [p.name for p in before.folder.parent.iterdir()] == [before.folder.name]
     # What was found is not lost either.
@@ -83,7 +83,7 @@ def test_record_never_replaces_a_run_by_a_failed_one(root, incident, capsys, sec
 
 
 BENCHMARK = """
-from staleproof.cases import measure
+from staleproof import measure
 def rows():
     for provider in {providers}:
         if measure.checked(provider, provider == "right", "row 3 is stale"):
@@ -95,14 +95,14 @@ def test_a_wrong_result_of_ours_is_1_and_records_nothing(root, incident, capsys,
     incident(leaked)
     monkeypatch.setattr(device, "select", lambda *_: "cuda")
     assert cli.main(["record"]) == 0
-    (before,) = store.read_all()
+    (before,) = runs.read_all()
     text = BENCHMARK.format(providers=["right", "staleproof, all rows"], row=MEASUREMENT)
     (root / "benchmarks/clear.py").write_text(text)
     capsys.readouterr()
     assert cli.main(["record"]) == 1
     said = one_line(capsys.readouterr().err)
     assert said == "staleproof: clear: no speed for a wrong result: staleproof, all rows: row 3 is stale"
-    assert store.read_all() == [before]
+    assert runs.read_all() == [before]
 
 
 def test_record_on_a_gpu_keeps_every_row_but_a_peers_wrong_one(root, incident, capsys, monkeypatch, tmp_path):
@@ -113,7 +113,7 @@ def test_record_on_a_gpu_keeps_every_row_but_a_peers_wrong_one(root, incident, c
     assert cli.main(["record", "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "wrong peer: refused, row 3 is stale" in said
-    (run,) = store.read_all(tmp_path / "out")
+    (run,) = runs.read_all(tmp_path / "out")
     assert said.splitlines()[-2:] == [
         "clear, right, graph, live 1: 2 us (p20 1.9, p80 2.2)",
         f"recorded: {run.folder} (1 findings, 2 measurements)",

@@ -9,11 +9,11 @@ from fakes import MEASUREMENT
 from rich.console import Console
 from screens import screen, typed
 
-from staleproof.cases import measure, store
-from staleproof.cases.store import read_kept
+from staleproof import measure, runs
 from staleproof.cli import app
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.report import conclusion, matrix
+from staleproof.runs import read_kept
 from staleproof.triage import symptom
 
 RUNS = Path(__file__).parents[2] / "workbook/runs"
@@ -23,7 +23,7 @@ RUN = """
 import sys, time, types, pathlib
 from staleproof.cli import app as cli
 from staleproof import device
-from staleproof.cases import store
+from staleproof import runs
 from staleproof import lab
 from staleproof.incidents.registry import INCIDENTS, Incident
 from staleproof.report import conclusion, terminal
@@ -39,7 +39,7 @@ sys.modules[module.__name__] = module
 INCIDENTS.clear()
 INCIDENTS.update(fake=Incident(1, "a fake", "01_fake.ipynb", "it lies"))
 root = pathlib.Path({root!r})
-store.checkout = lambda: root
+runs.checkout = lambda: root
 sys.exit(cli.main(["run", "-v", "--device", "cpu"]))
 """
 
@@ -59,7 +59,7 @@ def test_no_finding_is_written_into_the_status_line(tmp_path):
 
 
 def test_tables_and_conclusion_of_a_recorded_run_fit_80_columns():
-    findings = store.read(RUNS / "nvidia-h200").findings
+    findings = runs.read(RUNS / "nvidia-h200").findings
     # Broken between words a table fits, so that none of them is cut.
     tables = matrix.tables(findings, 80)
     assert max(Console(width=1000).measure(table).minimum for table in tables) <= 80

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from staleproof.cases.graph import capture
 from staleproof.evidence import Crossing, RowCounters
 from staleproof.evidence.counters import StageCount
+from staleproof.graph import capture
 
 NAN, INF = float("nan"), float("inf")
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from staleproof.cases.graph import capture
 from staleproof.evidence import ledger as ledgers
 from staleproof.evidence.allocations import CudaTracker, Usage
+from staleproof.graph import capture
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 
 KIB, MIB = 2**10, 2**20

@@ -9,7 +9,6 @@ import torch
 
 from staleproof.cases.case import fix
 from staleproof.cases.run import Table
-from staleproof.cases.words import Outcome
 from staleproof.incidents.decode_buffer import questions as buffers
 from staleproof.incidents.decode_buffer import setups as servers
 from staleproof.incidents.decode_buffer.model import Attention, decode_live_rows
@@ -27,7 +26,7 @@ from staleproof.incidents.published_unwritten.scene import Miniature
 from staleproof.incidents.scale_padding import broken as scaling
 from staleproof.incidents.scale_padding import correct, ids
 from staleproof.incidents.scale_padding import questions as scales
-from staleproof.lab import Fix, Incident
+from staleproof.lab import Fix, Incident, Outcome
 
 # --- Rows of empty requests that are cleared for some layers, lengths or batches only.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.bits import assert_same_bits, moved
 
-from staleproof.cases import graph
+from staleproof import graph
 from staleproof.evidence.canary import bits
 from staleproof.ops.clear_empty_rows import clear_empty_rows
 from staleproof.ops.reference import clear_empty_rows as reference

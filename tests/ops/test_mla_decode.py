@@ -12,7 +12,7 @@ import torch
 from tests.bits import assert_same_bits
 from tests.ops.mla_batches import E4M3, HUGE, RANK, assert_close, make, poisoned, spoil
 
-from staleproof.cases import graph
+from staleproof import graph
 from staleproof.evidence.canary import bits
 from staleproof.ops.launching import Seen
 from staleproof.ops.mla import decode

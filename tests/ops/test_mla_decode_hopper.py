@@ -13,7 +13,7 @@ from tests.bits import assert_same_bits
 from tests.mla_shares import Share
 from tests.ops.mla_batches import E4M3, Batch, assert_close, make, poisoned
 
-from staleproof.cases import graph
+from staleproof import graph
 from staleproof.device import interpreting
 from staleproof.evidence.canary import bits
 from staleproof.ops.launching import Seen

@@ -6,8 +6,7 @@ import pytest
 import torch
 from tests.bits import assert_same_bits
 
-from staleproof import dequantize_nvfp4, quantize_nvfp4
-from staleproof.cases import graph
+from staleproof import dequantize_nvfp4, graph, quantize_nvfp4
 from staleproof.ops import nvfp4 as kernels
 from staleproof.ops.reference import nvfp4 as reference
 

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from staleproof.cases import graph
+from staleproof import graph
 from staleproof.ops import operators, zero_kernel
 from staleproof.ops import zero_blocks as zeroing
 from staleproof.ops.clear_empty_rows import clear_empty_rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from staleproof.cases import graph
+from staleproof import graph
 from staleproof.ops import zero_blocks as zeroing
 from staleproof.ops.zero_blocks import BlockZeroer
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.bits import assert_same_bits, moved
 
-from staleproof.cases import graph
+from staleproof import graph
 from staleproof.ops import clear_empty_rows, distinct_experts, fp8, launching, nvfp4, topk
 from staleproof.ops.launching import Seen
 from staleproof.ops.mla import decode

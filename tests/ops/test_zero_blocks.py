@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from staleproof.cases import graph
+from staleproof import graph
 from staleproof.ops import zero_blocks as kernels
 from staleproof.ops import zero_kernel
 from staleproof.ops.reference import zero_blocks as reference

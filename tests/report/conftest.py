@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from staleproof.cases import store
+from staleproof import runs as store
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from nbformat import v4
 from tests.made import finding, not_run, off_on_off
 
-from staleproof.cases.finding import Finding
+from staleproof.lab import Finding
 
 INCIDENT = "mla_padding"
 # An event of the timeline.

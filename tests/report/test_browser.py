@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from staleproof.cases import store
+from staleproof import runs as store
 from staleproof.report import html
 from staleproof.report.notebooks import Execution
 

@@ -10,7 +10,7 @@ from matplotlib.text import Text
 from tests.made import finding, measurement
 
 from made import drawn_words, texts
-from staleproof.cases import store
+from staleproof import runs as store
 from staleproof.report import charts
 from staleproof.report.plots import INK
 

@@ -15,9 +15,9 @@ from nbformat import v4
 from tests.made import not_run
 
 from made import EVENT, absent, drawing, fix, found, write
-from staleproof.cases import store
-from staleproof.cases.finding import real
+from staleproof import runs as store
 from staleproof.cli import app as cli
+from staleproof.grades import real
 from staleproof.incidents.mla_padding.pictures import stage_picture
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.report import html, plots, timeline

@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 from tests.made import finding, not_run, off_on_off
 
-from staleproof.cases.finding import Finding, real
 from staleproof.device import Provenance
+from staleproof.grades import real
 from staleproof.incidents.registry import Incident
+from staleproof.lab import Finding
 from staleproof.report import conclusion, matrix
 
 TEXT = """\

@@ -13,8 +13,8 @@ import torch
 from nbformat import v4
 
 from made import write
-from staleproof.cases.finding import RunFileError
 from staleproof.report import kernels, notebooks
+from staleproof.runs import RunFileError
 
 
 def run(source, folder, **options):

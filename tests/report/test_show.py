@@ -13,9 +13,9 @@ import torch
 from tests.made import finding, not_run
 
 from staleproof import device as devices
-from staleproof.cases import store
-from staleproof.cases.finding import real
+from staleproof import runs as store
 from staleproof.evidence import CLEAN, RowCounters, judge_rows, pad_invariance, plant, row_states
+from staleproof.grades import real
 from staleproof.report import show
 
 

@@ -8,11 +8,12 @@ import pytest
 from rich.console import Console
 from tests.made import finding, measurement, not_run, off_on_off
 
-from staleproof.cases import store
-from staleproof.cases.finding import real, write_findings
-from staleproof.cases.machine import Capability
+from staleproof import runs as store
 from staleproof.device import Provenance
+from staleproof.grades import real
+from staleproof.machine import Capability
 from staleproof.report import conclusion, matrix, terminal
+from staleproof.runs import write_findings
 
 ROW = measurement("ours")
 FIX = off_on_off("a", "v", off="leaked", on="clean", again="leaked")

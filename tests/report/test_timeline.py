@@ -14,8 +14,8 @@ from matplotlib.colors import to_hex
 from matplotlib.dates import date2num
 
 from made import EVENT, drawn_words, texts
-from staleproof.cases import store
-from staleproof.cases.finding import Grade
+from staleproof import runs as store
+from staleproof.grades import Grade
 from staleproof.report import timeline
 from staleproof.report.plots import INK
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from staleproof.cases import store
+from staleproof import runs
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.triage import in_production, table
 from staleproof.triage.facts import MODEL, SETUP
@@ -19,8 +19,8 @@ from staleproof.vllm.plugin import decisions, patches
 ROOT = Path(__file__).parents[2]
 ROWS = table.rows()
 KEYS = [row.key for row in ROWS]
-RUN = store.find("nvidia-h200")
-ENGINES = store.find("nvidia-h200-engine")
+RUN = runs.find("nvidia-h200")
+ENGINES = runs.find("nvidia-h200-engine")
 
 
 def test_the_words_people_type_are_in_it():

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from tests.vllm.made_up import made_up
 
-from staleproof.cases.graph import capture
+from staleproof.graph import capture
 from staleproof.vllm import hooks, single, standing
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import CACHE_TARGETS, Patch

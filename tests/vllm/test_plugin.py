@@ -18,7 +18,7 @@ import pytest
 import warm
 from made_up import planted
 
-from staleproof.cases import store
+from staleproof import runs
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.vllm import hooks, live, plugin, process, releases, standing
 from staleproof.vllm.hooks import Target
@@ -79,7 +79,7 @@ def _recorded(benchmark: str, provider: str, mode: str, rows: int) -> float:
     """Median us of a row of the H200's recorded run."""
     (found,) = [
         row["p50"]
-        for row in store.find("nvidia-h200").measurements
+        for row in runs.find("nvidia-h200").measurements
         if (row["benchmark"], row["provider"], row["x_value"]) == (benchmark, provider, rows)
         and row["mode"] == mode
     ]

@@ -32,7 +32,7 @@ def audit(
     Exit code 1: a kernel breaks a clause, or a module does not import.
     """
     from staleproof import device as devices
-    from staleproof.cases import store
+    from staleproof import runs
     from staleproof.contract import runner
     from staleproof.contract.contract import BREAKS, WRONG_SETTING, Answer
     from staleproof.device import need_workbook
@@ -56,7 +56,7 @@ def audit(
     for option, path in written.items():
         if path is not None:
             with naming(option):
-                store.check_writable(path)
+                runs.check_writable(path)
     answers: list[Answer] = []
     with terminal.progress() as progress:
         found = runner.audit(modules, device, limit_s=limit, scripts=scripts, progress=progress)

@@ -16,8 +16,8 @@ import typer
 from staleproof.incidents.registry import INCIDENTS, ask_all
 
 if TYPE_CHECKING:
-    from staleproof.cases.finding import Finding, RunFileError
-    from staleproof.cases.store import Run
+    from staleproof.lab import Finding
+    from staleproof.runs import Run, RunFileError
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the best this machine has.")]
 
@@ -47,8 +47,8 @@ def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run_command(*args: Any, **kwargs: Any) -> None:
-        from staleproof.cases.finding import RunFileError
         from staleproof.device import DeviceError, MissingExtraError
+        from staleproof.runs import RunFileError
 
         # A thread other than the first may not set it.
         is_main = threading.current_thread() is threading.main_thread()
@@ -77,7 +77,7 @@ def in_one_line(function: Callable[..., None]) -> Callable[..., None]:
 @contextlib.contextmanager
 def naming(argument: str) -> Iterator[None]:
     """Put an argument's name before the error about the file that it names."""
-    from staleproof.cases.finding import RunFileError
+    from staleproof.runs import RunFileError
 
     try:
         yield
@@ -97,7 +97,7 @@ def server(argument: str, given: str) -> str:
 
 def findings_path() -> Path:
     """Where findings are kept: in the checkout, or without one in the current folder."""
-    from staleproof.cases import store
+    from staleproof import runs as store
 
     try:
         return store.build_folder() / "findings.jsonl"
@@ -107,7 +107,7 @@ def findings_path() -> Path:
 
 def recorded_runs() -> tuple[Sequence[Run], Sequence[RunFileError]]:
     """The recorded runs of the checkout, if there is one, and the errors of those that are spoilt."""
-    from staleproof.cases import store
+    from staleproof import runs as store
 
     runs: list[Run] = []
     spoilt: list[RunFileError] = []
@@ -146,8 +146,8 @@ def _keep(path: Path, findings: Sequence[Finding], complete: Sequence[str]) -> s
     Returns:
         One line that says why they are not there, or ``None``.
     """
-    from staleproof.cases import store
-    from staleproof.cases.finding import RunFileError, write_findings
+    from staleproof import runs as store
+    from staleproof.runs import RunFileError, write_findings
 
     try:
         with _locked(path):
@@ -181,7 +181,7 @@ def obtain(
         Exit: with 2 if the findings could not be kept; 130 or 143 after Ctrl-C or SIGTERM.
     """
     from staleproof import device as devices
-    from staleproof.cases import store
+    from staleproof import runs as store
     from staleproof.report import matrix, terminal
 
     device = devices.select(device)

@@ -16,7 +16,7 @@ from staleproof.cli.common import BadInputError, Device, findings_path, finish, 
 from staleproof.incidents.registry import INCIDENTS
 
 if TYPE_CHECKING:
-    from staleproof.cases.finding import Finding
+    from staleproof.lab import Finding
 
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Print each finding, and the matrices of all verdicts.")
@@ -55,8 +55,8 @@ def list_() -> None:
 
 def _this_machine() -> None:
     from staleproof import device
-    from staleproof.cases.machine import Capability
     from staleproof.incidents.moe_routing import fused_moe
+    from staleproof.machine import Capability
     from staleproof.report import terminal
 
     missing = fused_moe.unavailable_reason("distinct", device.select())
@@ -117,11 +117,10 @@ def report(
 
     Exit code 1: a verdict is not as expected, or a notebook stopped.
     """
-    from staleproof.cases import store
-    from staleproof.cases.finding import read_findings, write_lines
-    from staleproof.cases.store import origins
+    from staleproof import runs as store
     from staleproof.device import need_workbook
     from staleproof.report import terminal
+    from staleproof.runs import origins, read_findings, write_lines
 
     build = store.build_folder()
     need_workbook()

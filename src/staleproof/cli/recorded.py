@@ -29,7 +29,7 @@ def record(
     Exit code 1: a verdict is not as expected, or a kernel of ours gave a wrong result.
     """
     from staleproof import device as devices
-    from staleproof.cases import store
+    from staleproof import runs as store
     from staleproof.report import terminal
 
     on_gpu = devices.select(device) == "cuda"
@@ -65,7 +65,7 @@ def compare(
 
     Exit code 1: a verdict differs.
     """
-    from staleproof.cases import store
+    from staleproof import runs as store
     from staleproof.report import terminal
 
     with naming("first"):
@@ -78,7 +78,7 @@ def compare(
 
 def _measure(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of one benchmark; exit with 1 if a kernel of ours gave a wrong result."""
-    from staleproof.cases.measure import WrongResult, benchmark_rows
+    from staleproof.measure import WrongResult, benchmark_rows
     from staleproof.report import terminal
 
     with terminal.progress() as progress:

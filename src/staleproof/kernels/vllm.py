@@ -16,10 +16,10 @@ from unittest import mock
 import torch
 
 from staleproof import device
-from staleproof.cases.machine import VLLM_TRITON_MLA
 from staleproof.device import Provenance
 from staleproof.kernels.adapter import RANK, Peer, pages_in_use, peer
 from staleproof.kernels.vllm_sources import UnavailableError, load
+from staleproof.machine import VLLM_TRITON_MLA
 from staleproof.vllm.sources import vllm_file
 
 _DECODE = "vllm.v1.attention.ops.triton_decode_attention"

@@ -151,10 +151,10 @@ def archived() -> list[dict[str, Any]]:
         One object a kernel, release and machine that ran it: package, version, kernel, machine, provenance;
         ``answers``, clause -> verdict; ``notes``, clause -> note of what is broken or left to the caller.
     """
-    from staleproof.cases import store
+    from staleproof import runs
 
     try:
-        lines = (store.checkout() / ARCHIVE).read_text().splitlines()
-    except store.CheckoutError:
+        lines = (runs.checkout() / ARCHIVE).read_text().splitlines()
+    except runs.CheckoutError:
         return []
     return [json.loads(line) for line in lines]

@@ -14,7 +14,7 @@ import matplotlib as mpl
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from staleproof.cases import store
+from staleproof import runs as store
 from staleproof.check import require
 from staleproof.report import plots
 from staleproof.report.plots import INK

@@ -1,6 +1,8 @@
 """Conclusions of a run for each incident: symptom, cause, which remedy fails where, which works, what next.
 
->>> from staleproof.cases.finding import Key, Three, finding
+>>> from staleproof.lab import Key
+>>> from staleproof.lab import Three
+>>> from staleproof.cases.finding import finding
 >>> three = Three("answers", "NaN", "clean", "NaN", right=True)
 >>> fix = finding(Key("kv_reuse", "off/on/off", "BlockZeroer"), "fix", "fixed", three=three)
 >>> [line for line in text([fix]).splitlines() if line.startswith("  fixed")]
@@ -12,9 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from staleproof.cases.finding import OFF_ON_OFF, Finding
-from staleproof.cases.words import FIXED, NOT_RUN, WRONG, Outcome
 from staleproof.incidents.registry import INCIDENTS, Incident
+from staleproof.lab import FIXED, NOT_RUN, OFF_ON_OFF, WRONG, Finding, Outcome
 from staleproof.report import matrix
 from staleproof.triage import symptom
 from staleproof.triage.text import wrapped

@@ -29,13 +29,13 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
-from staleproof.cases import store
-from staleproof.cases.finding import OFF_ON_OFF, Finding, Key
-from staleproof.cases.store import Run, compare
+from staleproof import runs as store
 from staleproof.cases.words import outcome
 from staleproof.incidents.registry import INCIDENTS
+from staleproof.lab import OFF_ON_OFF, Finding, Key
 from staleproof.report import matrix, plots, timeline
 from staleproof.report.notebooks import Execution
+from staleproof.runs import Run, compare
 from staleproof.triage import table
 from staleproof.vllm.plugin import patches
 

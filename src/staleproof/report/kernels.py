@@ -21,7 +21,7 @@ from unittest.mock import patch
 from jupyter_client.launcher import launch_kernel
 from jupyter_client.provisioning import local_provisioner
 
-from staleproof.cases import children
+from staleproof import child
 
 PRELOADED = ("torch", "seaborn", "matplotlib.backends.backend_svg", "ipykernel.kernelapp")
 
@@ -41,7 +41,7 @@ class _Kernel:
 
     stdin = stdout = stderr = None
 
-    def __init__(self, process: children.Forked) -> None:
+    def __init__(self, process: child.Forked) -> None:
         self.pid, self.poll, self.wait = process.pid, process.poll, process.wait
         # Jupyter signals its group.
         while process.poll() is None and os.getpgid(self.pid) != self.pid:
@@ -63,14 +63,14 @@ def _launch(command: Sequence[str], *, cwd: str, env: Mapping[str, str], **given
     """What Jupyter's ``launch_kernel`` does. If ``stderr`` is given, it is a file with a name."""
     log = getattr(given.get("stderr"), "name", os.devnull)
     arguments = [*command[command.index("-f") :]], cwd, dict(env), _path(), log
-    process = children.fork(_serve, arguments, PRELOADED, daemon=False)
+    process = child.fork(_serve, arguments, PRELOADED, daemon=False)
     return _Kernel(process) if process else launch_kernel([*command], cwd=cwd, env={**env}, **given)
 
 
 def _serve(arguments: list[str], folder: str, variables: dict[str, str], path: list[str], log: str) -> None:
     """Be the kernel, in a process of its own."""
     os.setsid()
-    children.become(variables, folder, path, os.devnull, log)
+    child.become(variables, folder, path, os.devnull, log)
     from ipykernel.kernelapp import launch_new_instance
 
     launch_new_instance(arguments)

@@ -1,6 +1,7 @@
 """The verdict matrix: a row for each variant, a column for each question, in panels.
 
->>> from staleproof.cases.finding import Key, finding
+>>> from staleproof.lab import Key
+>>> from staleproof.cases.finding import finding
 >>> key = Key("an_incident", "empty row", "ours")
 >>> print(text([finding(key, "rows", "clean", expected="clean")]).partition("\\n")[2])
 <BLANKLINE>
@@ -17,7 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from staleproof.cases.finding import NOT_RUN, Finding, Grade
+from staleproof.grades import Grade
+from staleproof.lab import NOT_RUN, Finding
 from staleproof.triage.text import aligned
 
 if TYPE_CHECKING:
@@ -87,7 +89,10 @@ def provenance(findings: Iterable[Finding]) -> str:
 def grades(findings: Iterable[Finding]) -> str:
     """What these findings were asked of, the strongest evidence first; ``-`` if none of them ran.
 
-    >>> from staleproof.cases.finding import Key, finding, not_run, real
+    >>> from staleproof.lab import Key
+    >>> from staleproof.cases.finding import finding
+    >>> from staleproof.cases.finding import not_run
+    >>> from staleproof.grades import real
     >>> key = Key("an_incident", "empty row", "theirs")
     >>> ran = finding(key, "empty row", "nan", evidence=real("torch"))
     >>> grades([ran, not_run(key, "rows", "needs SM100")])

@@ -18,10 +18,10 @@ from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from staleproof.cases.finding import RunFileError
 from staleproof.cases.run import sharing
 from staleproof.device import select
 from staleproof.report.kernels import forked
+from staleproof.runs import RunFileError
 
 
 class Execution(NamedTuple):
@@ -108,7 +108,7 @@ def lanes(device: str) -> int:
 def beside(sources: Sequence[Path], folder: Path, threads: int) -> Iterator[Callable[[], list[Execution]]]:
     """Execute copies of the notebooks beside what the caller does meanwhile.
 
-    What both ask of an incident is asked once (:data:`staleproof.cases.run.SHARED`). The last notebook comes
+    What both ask of an incident is asked once (:data:`staleproof.lab.SHARED`). The last notebook comes
     first, so that the two seldom ask the same at the same time.
 
     Args:

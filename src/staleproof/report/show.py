@@ -14,10 +14,12 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from staleproof import device as devices
-from staleproof.cases import store
-from staleproof.cases.finding import REPLICA, Evidence, Finding, Key, finding
-from staleproof.cases.words import FAMILIES, NOT_RUN, Outcome, outcome
+from staleproof import runs as store
+from staleproof.cases.finding import finding
+from staleproof.cases.words import FAMILIES, outcome
 from staleproof.check import require
+from staleproof.grades import REPLICA, Evidence
+from staleproof.lab import NOT_RUN, Finding, Key, Outcome
 from staleproof.report import matrix
 from staleproof.triage.text import aligned
 
@@ -387,7 +389,7 @@ class ToyStep:
     ) -> None:
         import torch
 
-        from staleproof.cases.graph import capture
+        from staleproof.graph import capture
 
         require(amax in (None, "torch.max", "fmax"), "amax", "None, torch.max or fmax", amax)
         self.writes_every_row, self.amax, self.counters = writes_every_row, amax, counters

@@ -24,8 +24,8 @@ from staleproof.report import conclusion, matrix
 from staleproof.triage.text import wrapped
 
 if TYPE_CHECKING:
-    from staleproof.cases.finding import Finding
-    from staleproof.cases.store import Run
+    from staleproof.lab import Finding
+    from staleproof.runs import Run
 
 Say = Callable[[str], None]
 
@@ -92,7 +92,8 @@ def print_machine(more: Sequence[machine.Capability]) -> None:
 def finding_text(found: Finding) -> str:
     """One finding as one line.
 
-    >>> from staleproof.cases.finding import Key, not_run
+    >>> from staleproof.lab import Key
+    >>> from staleproof.cases.finding import not_run
     >>> key = Key("an_incident", "empty row", "theirs")
     >>> finding_text(not_run(key, "empty row", "needs SM100")).split("  ")[1]
     'an_incident, empty row, theirs: not run: needs SM100'

@@ -14,8 +14,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from staleproof.cases.store import checkout
 from staleproof.report.plots import FONT, INK, STYLE
+from staleproof.runs import checkout
 
 # Number of the incident -> its folder and a few words on it.
 LANES = {
@@ -77,7 +77,7 @@ class Claim:
         url: its address.
         claim: the claim, in our words.
         mark: one of :data:`MARKS`.
-        grade: the :class:`~staleproof.cases.finding.Grade` of what the mark rests on; ``None`` if it
+        grade: the :class:`~staleproof.grades.Grade` of what the mark rests on; ``None`` if it
             could not be run here.
         note: under which conditions, one line.
         where: for the grade ``source`` the lines that say it, like those of an :class:`Event`.

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from staleproof import check
-from staleproof.cases.graph import Graph
 from staleproof.evidence.ledger import Usage, cuda_usage, size_text
+from staleproof.graph import Graph
 
 MIB, GIB = 2**20, 2**30
 

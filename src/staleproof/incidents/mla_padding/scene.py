@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from staleproof import check
-from staleproof.cases.graph import Graph, capture
 from staleproof.evidence.compare import rounding
 from staleproof.evidence.rows import CLEAN, Fill, Verdict, judge_rows, pad_invariance
+from staleproof.graph import Graph, capture
 
 if TYPE_CHECKING:
     from staleproof.evidence.counters import RowCounters
