@@ -8,7 +8,8 @@ import torch
 
 from staleproof.cases import finding as cases
 from staleproof.cases.finding import three_of
-from staleproof.cases.words import FAMILIES, FIX
+from staleproof.cases.words import FAMILIES
+from staleproof.cases.words import FIX
 from staleproof.grades import REPLICA, Evidence
 from staleproof.lab import FIXED, NOT_RUN, OFF_ON_OFF, Finding, Key
 from staleproof.vllm.watch import Reading, Watch

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from staleproof import device as devices
 from staleproof import runs as store
 from staleproof.cases.finding import finding
-from staleproof.cases.words import FAMILIES, outcome
+from staleproof.cases.words import FAMILIES
+from staleproof.cases.words import outcome
 from staleproof.check import require
 from staleproof.grades import REPLICA, Evidence
 from staleproof.lab import NOT_RUN, Finding, Key, Outcome
