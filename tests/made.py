@@ -1,4 +1,4 @@
-"""Findings that tests make up, with the family of their words found by the word; what a watch counted."""
+"""Findings that tests make up; what a watch counted."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ from typing import Any
 
 import torch
 
-from staleproof.cases import finding as cases
-from staleproof.cases.finding import three_of
-from staleproof.cases.words import FAMILIES
-from staleproof.cases.words import FIX
+from staleproof import lab
 from staleproof.grades import REPLICA, Evidence
-from staleproof.lab import FIXED, NOT_RUN, OFF_ON_OFF, Finding, Key
+from staleproof.lab import FIXED, OFF_ON_OFF, Finding, Key, Three
 from staleproof.vllm.watch import Reading, Watch
 
-
-def family(*verdicts: str | None) -> str:
-    """The first family, beside that of fixes, that has all these words."""
-    known = {verdict for verdict in verdicts if verdict not in (None, NOT_RUN)}
-    return next(name for name, words in FAMILIES.items() if name != FIX and known <= words.keys())
+# Verdicts of made-up findings that are good; others are bad.
+GOOD = {"clean", "zero", "right", "distinct", "some", "lives", "cured", "safe", "holds"}
 
 
 def finding(
@@ -33,15 +27,13 @@ def finding(
     **numbers: Any,
 ) -> Finding:
     """A finding of this process."""
-    key = Key(incident, question, variant)
-    return cases.finding(
-        *(key, family(verdict, expected), verdict), expected=expected, note=note, evidence=evidence, **numbers
-    )
+    answer = lab.good_if(verdict in GOOD, verdict, note=note, **numbers)
+    return lab.finding(Key(incident, question, variant), answer, expected=expected, evidence=evidence)
 
 
-def not_run(incident: str, question: str, variant: str, why: str) -> Finding:
+def not_run(incident: str, question: str, variant: str, reason: str) -> Finding:
     """A finding that was not run."""
-    return cases.not_run(Key(incident, question, variant), "rows", why)
+    return lab.finding(Key(incident, question, variant), lab.not_run(reason))
 
 
 def off_on_off(
@@ -57,9 +49,11 @@ def off_on_off(
     **numbers: Any,
 ) -> Finding:
     """A finding of off / on / off, with the verdict that these three give."""
-    three = three_of(family(off, on, again), off, on, again, right=wrong is None, wrong=wrong or "")
-    given = {"expected": expected, "note": wrong or "", "three": three, "evidence": evidence, **numbers}
-    return cases.finding(Key(incident, OFF_ON_OFF, variant), FIX, three.verdict, **given)
+    outcomes = ["good" if verdict in GOOD else "bad" for verdict in (off, on, again)]
+    three = Three(off, on, again, outcomes, right=wrong is None, wrong=wrong or "")
+    answer = lab.Answer(three.outcome, three.verdict, numbers, wrong or "")
+    key = Key(incident, OFF_ON_OFF, variant)
+    return lab.finding(key, answer, expected=expected, three=three, evidence=evidence)
 
 
 def measurement(provider: str = "staleproof", p50: float = 2.0, **changes: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src/staleproof"
 
 LIGHT = {"check", "device", "interpreter"}
 # How a question is asked, and how its answer is kept.
-LAB = {"lab", "runs", "grades", "child", "graph", "measure", "machine", "cases"}
+LAB = {"lab", "runs", "grades", "child", "graph", "measure", "machine"}
 SERVER = {"ops", "vllm", "evidence", *LIGHT}
 # First part of a module's name -> what it may import of ours. "" is the package's own __init__.
 ALLOWED = {
@@ -39,7 +39,6 @@ ALLOWED = {
     "lab": {"child", "grades", "machine", "device", "check"},
     "runs": {"lab", "machine", "device", "check"},
     "measure": {"lab", "machine", "ops", "device", "check"},
-    "cases": {*LAB, *SERVER},
     "kernels": {"kernels", *LAB, *SERVER},
     "contract": {"contract", "audit", "kernels", *LAB, *SERVER},
     # A whole vLLM in a child process; an incident says what it serves and what comes out.
@@ -137,7 +136,7 @@ def test_no_circle_of_rooms_is_allowed():
     ("file", "source", "target"),
     [
         ("ops/fp8.py", "from staleproof.evidence.canary import bits", "staleproof.evidence.canary"),
-        ("ops/fp8.py", "def f():\n    from staleproof import cases", "staleproof.cases"),
+        ("ops/fp8.py", "def f():\n    from staleproof import lab", "staleproof.lab"),
         ("ops/fp8.py", "from ..evidence import canary", "staleproof.evidence.canary"),
         ("ops/fp8.py", "import pandas as pd", "pandas"),
         ("ops/__init__.py", "from ..vllm import hooks", "staleproof.vllm.hooks"),
@@ -145,13 +144,13 @@ def test_no_circle_of_rooms_is_allowed():
         ("incidents/a/scene.py", "from staleproof.incidents import b", "staleproof.incidents.b"),
         ("incidents/a/broken.py", "from staleproof import mla_decode", "staleproof"),
         ("incidents/a/broken.py", "import staleproof", "staleproof"),
-        ("cases/children.py", "importlib.import_module('staleproof.cli')", "staleproof.cli"),
+        ("child.py", "importlib.import_module('staleproof.cli')", "staleproof.cli"),
         ("ops/fp8.py", "import_module(f'staleproof.vllm.{1}')", "staleproof.vllm"),
         ("__init__.py", "from staleproof.evidence import canary", "staleproof.evidence.canary"),
     ],
 )
 def test_each_rule_catches_an_import_against_it(tmp_path, file, source, target):
-    modules = "ops/fp8 vllm/hooks evidence/canary cases/children incidents/a/broken incidents/b/broken"
+    modules = "ops/fp8 vllm/hooks evidence/canary child lab incidents/a/broken incidents/b/broken"
     for module in f"{modules} report/plots check cli".split():
         path = tmp_path / f"{module}.py"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ def stored(folder, findings=(), rows=()):
 
 def test_run_comes_back_whole_and_says_commit_and_date(tmp_path):
     run = stored(tmp_path / "a-gpu", [CLEAN], [ROW])
-    assert run.findings == [CLEAN.recorded()]
+    assert run.findings == [replace(CLEAN, provenance=Provenance.RECORDED)]
     assert run.measurements == [ROW]
     assert run.title == f"{CLEAN.machine['name']}, {machine.commit()}, {CLEAN.date}"
     assert {"packages", "capabilities", "commit", "date", "schema"} <= run.environment.keys()

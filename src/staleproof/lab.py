@@ -89,7 +89,6 @@ class Answer:
         verdict: a few words.
         numbers: the values that the verdict rests on; JSON values.
         note: one line of explanation.
-        script: text of a program that shows this alone.
         evidence: whose code ran, if it differs from the question's.
         provenance: if it differs from the process's, for example for ranks on a CPU beside a GPU.
     """
@@ -98,20 +97,13 @@ class Answer:
     verdict: str
     numbers: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
-    script: str = ""
     evidence: Evidence | None = None
     provenance: Provenance | None = None
 
 
-def _answer(
-    outcome: Outcome,
-    verdict: str,
-    note: str = "",
-    evidence: Evidence | None = None,
-    provenance: Provenance | None = None,
-    **numbers: Any,
-) -> Answer:
-    return Answer(outcome, str(verdict), numbers, note, "", evidence, provenance)
+def _answer(outcome: Outcome, verdict: str, details: dict[str, Any]) -> Answer:
+    own = {name: details.pop(name) for name in ("note", "evidence", "provenance") if name in details}
+    return Answer(outcome, str(verdict), details, **own)
 
 
 def good(verdict: str, /, **details: Any) -> Answer:
@@ -124,17 +116,17 @@ def good(verdict: str, /, **details: Any) -> Answer:
     >>> good("clean", note="row 3", rows=8).numbers
     {'rows': 8}
     """
-    return _answer(Outcome.GOOD, verdict, **details)
+    return _answer(Outcome.GOOD, verdict, details)
 
 
 def bad(verdict: str, /, **details: Any) -> Answer:
     """Something is wrong for the requests that were served; arguments as :func:`good`."""
-    return _answer(Outcome.BAD, verdict, **details)
+    return _answer(Outcome.BAD, verdict, details)
 
 
 def open_(verdict: str, /, **details: Any) -> Answer:
     """An answer that is neither good nor bad, such as a measured time; arguments as :func:`good`."""
-    return _answer(Outcome.OPEN, verdict, **details)
+    return _answer(Outcome.OPEN, verdict, details)
 
 
 def good_if(ok: bool, verdict: str, /, **details: Any) -> Answer:
@@ -262,7 +254,6 @@ class Finding:
         commit: of staleproof's checkout; empty if it is not known.
         date: UTC day, ISO.
         note: one line, e.g. why a question was not run.
-        script: text of a program that shows this finding alone.
         grade: a :class:`Grade`: what the question was put to; empty where nothing ran.
         of: whose code that was, e.g. ``"vLLM 0.20.2"``.
         schema: version of this format.
@@ -292,7 +283,6 @@ compared), got fixed
     commit: str = ""
     date: str = ""
     note: str = ""
-    script: str = ""
     grade: str = ""
     of: str = ""
     schema: int = SCHEMA
@@ -332,10 +322,6 @@ compared), got fixed
     def origin(self) -> str:
         """Commit and day, e.g. ``b8cd03a0, 2026-11-27``."""
         return ", ".join(filter(None, (self.commit, self.date)))
-
-    def recorded(self) -> Finding:
-        """The same finding, marked RECORDED."""
-        return replace(self, provenance=Provenance.RECORDED)
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -382,7 +368,7 @@ def finding(
     whose = answer.evidence or evidence
     return Finding(
         **key._asdict(),
-        **{name: getattr(answer, name) for name in ("verdict", "outcome", "numbers", "note", "script")},
+        **{name: getattr(answer, name) for name in ("verdict", "outcome", "numbers", "note")},
         expected=expected if ran else None,
         three=three if ran else None,
         provenance=answer.provenance or devices.provenance(),
@@ -436,11 +422,6 @@ Function = TypeVar("Function", bound=Ask)
 def needs_cuda(subject: Any, device: str) -> str | None:
     """Why a question that needs a CUDA device cannot be answered here."""
     return None if device == "cuda" else "needs a CUDA device"
-
-
-def from_scene(subject: Any, device: str, answers: Mapping[Any, Answer]) -> Answer:
-    """A question whose scene gave an answer for each subject."""
-    return answers[subject]
 
 
 def product(*axes: Iterable[str]) -> dict[str, tuple[str, ...]]:

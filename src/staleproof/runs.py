@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from staleproof import device, machine
+from staleproof.device import Provenance
 from staleproof.lab import FIXED, NOT_FIXED, NOT_REPRODUCED, SCHEMA, WRONG, Finding, Key
 
 # Of findings and runs that can be read.
@@ -393,8 +394,8 @@ _GIVEN = {
 
 
 def _of_schema_3(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of schema 3, which named a family of words and digests of source, as one of this schema."""
-    gone = ("words", "source_digest", "machinery")
+    """A row of schema 3, with a family of words, digests of source and a script, as one of this schema."""
+    gone = ("words", "source_digest", "machinery", "script")
     kept = {name: value for name, value in row.items() if name not in gone} | {"schema": SCHEMA}
     if kept.get("three"):
         three = {name: value for name, value in kept["three"].items() if name != "words"}
@@ -480,7 +481,7 @@ def read_findings(path: Path, *, recorded: bool = True) -> list[Finding]:
     for number, row in enumerate(read_lines(path), 1):
         try:
             one = Finding.from_json(_of_schema_3(row) if row.get("schema") == 3 else row)
-            found.append(one.recorded() if recorded else one)
+            found.append(replace(one, provenance=Provenance.RECORDED) if recorded else one)
         except (TypeError, ValueError) as error:
             raise RunFileError(f"{path}:{number}: not a finding: {error}") from error
     return found

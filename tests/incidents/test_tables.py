@@ -18,8 +18,6 @@ import environment
 import pytest
 
 from staleproof import lab
-from staleproof.cases import run as old
-from staleproof.cases.case import Case
 from staleproof.incidents import registry
 from staleproof.lab import FIXED, SHARED, Finding, Outcome
 
@@ -29,10 +27,10 @@ READINGS = json.loads(FILE.read_text())
 TABLES = {name: registry.questions_of(name) for name in registry.INCIDENTS}
 
 
-def groups() -> Iterator[tuple[str, list[Any]]]:
+def groups() -> Iterator[tuple[str, list[lab.Case]]]:
     """Cases that share a scene together, so that it happens once; every other case alone."""
     for table in TABLES.values():
-        shared: dict[object, list[Any]] = {}
+        shared: dict[object, list[lab.Case]] = {}
         for case in table.cases:
             shared.setdefault(case.scene or case.key, []).append(case)
         for cases in shared.values():
@@ -57,11 +55,10 @@ def close(kept: Any, now: Any) -> bool:
     return now == (pytest.approx(kept, rel=0.02, abs=1e-4, nan_ok=True) if isinstance(kept, float) else kept)
 
 
-def asked(cases: list[Any], device: str) -> list[Finding]:
+def asked(cases: list[lab.Case], device: str) -> list[Finding]:
     """Run these cases, and again after each release that they read was fetched; or skip the test."""
     while True:
-        is_old = isinstance(cases[0], Case)
-        found = [*(old.run(cases, device, shared=True) if is_old else lab.run(cases, device))]
+        found = [*lab.run(cases, device)]
         missing = next(filter(None, (SOURCE.match(one.note) for one in found)), None)
         if missing is None:
             return found
@@ -77,8 +74,7 @@ def test_each_case_gives_the_verdict_that_is_expected(device, name, monkeypatch)
         assert not found.failed, found
         if not found.ran:
             assert found.note
-            missing = old._missing(case, device) if isinstance(case, Case) else case.missing(device)
-            assert missing == found.note or found.note.startswith("failed: "), found
+            assert case.missing(device) == found.note or found.note.startswith("failed: "), found
         elif found.three is not None:
             assert found.three.outcomes[::2] == (Outcome.BAD, Outcome.BAD), found
             assert (found.three.right is True) is (found.verdict == FIXED), found

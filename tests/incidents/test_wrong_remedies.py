@@ -7,8 +7,6 @@ import environment
 import pytest
 import torch
 
-from staleproof.cases.case import fix
-from staleproof.cases.run import Table
 from staleproof.incidents.decode_buffer import questions as buffers
 from staleproof.incidents.decode_buffer import setups as servers
 from staleproof.incidents.decode_buffer.model import Attention, decode_live_rows
@@ -137,47 +135,47 @@ def four_ids(chosen, weights):
 
 def _miniature(monkeypatch):
     on = Miniature(caching=False)
-    return published, "", Miniature(), on, published.miniature, published.differs_from_written
+    return published, Miniature(), on, published.miniature, published.differs_from_written
 
 
 def _released(how, monkeypatch):
     environment.sources("0.33.0")
     off = published.Server("0.33.0")
-    return published, "", off, replace(off, **how), published.sizes, published.changes_sound_plans
+    return published, off, replace(off, **how), published.sizes, published.changes_sound_plans
 
 
 def _server(wiring, monkeypatch):
     monkeypatch.setitem(servers.SETUPS, "on trial", partial(servers.Wiring, wiring))
     off, on = servers.ServerCase(servers.OFF), servers.ServerCase("on trial")
-    return buffers, "", off, on, buffers.server, buffers.wrong_output
+    return buffers, off, on, buffers.server, buffers.wrong_output
 
 
 SERVED, SERVED_WRONG = (partial(of, reused.brief("cpu")) for of in (reuse.served_with, reuse.wrong_on))
 
 
 def _zeroing(remedy, monkeypatch):
-    return reuse, "", reused.no_zeroing, remedy, SERVED, SERVED_WRONG
+    return reuse, reused.no_zeroing, remedy, SERVED, SERVED_WRONG
 
 
 def _route(route, monkeypatch):
     monkeypatch.setitem(routing.ROUTES, "on trial", route)
     off = routing.RoutingCase()
-    return moe, "", off, replace(off, choice="on trial"), routing.serve, moe.wrong
+    return moe, off, replace(off, choice="on trial"), routing.serve, moe.wrong
 
 
 def _per_token(quantise, monkeypatch):
     monkeypatch.setitem(scaling.PER_TOKEN, "on trial", quantise)
     off = "neighbour_in_the_maximum"
-    return scales, "", off, "on trial", scales.content_decides, correct.wrong_row_scale
+    return scales, off, "on trial", scales.content_decides, correct.wrong_row_scale
 
 
 def _draw(simulator, monkeypatch):
-    return scales, "", scaling.simulate_with_replacement, simulator, scales.draws_twice, correct.wrong_draw
+    return scales, scaling.simulate_with_replacement, simulator, scales.draws_twice, correct.wrong_draw
 
 
 def _decode(which, monkeypatch, leaves=0.0):
     on = Setup(remedy=partial(Clears, which=which, leaves=leaves))
-    return padding, "", on.without_fix, on, padding.served, padding.wrong
+    return padding, on.without_fix, on, padding.served, padding.wrong
 
 
 WRONG = {
@@ -192,7 +190,7 @@ WRONG = {
     "scale of the first call": lambda monkeypatch: _per_token(ScaleOfTheFirstCall(), monkeypatch),
     **{of.__name__: partial(_draw, of) for of in (twins, of_128_experts)},
     "four ids": lambda monkeypatch: (
-        *(scales, "", scales.ID_WIDTHS["int64_read_as_int32"], four_ids),
+        *(scales, scales.ID_WIDTHS["int64_read_as_int32"], four_ids),
         *(scales.id_width, correct.wrong_ids),
     ),
     "no prefix cache": _miniature,
@@ -220,15 +218,11 @@ def once(ask, off):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_remedy_for_the_scene_alone_is_not_fixed(name, monkeypatch, device):
-    incident, words, off, on, ask, wrong = WRONG[name](monkeypatch=monkeypatch)
+    incident, off, on, ask, wrong = WRONG[name](monkeypatch=monkeypatch)
     if device == "cuda" and ask is buffers.server:
         pytest.skip("a server on a GPU is a process of its own, which knows no setup of a test")
-    if hasattr(incident, "TABLE"):
-        case = fix("on trial", words, off=off, on=on, ask=once(ask, off), wrong=wrong)
-        (found,) = Table(incident.TABLE.incident, case).run(device)
-    else:
-        trial = Incident(incident.incident.name)
-        trial.fixes(once(ask, off), {"on trial": Fix(off, on)}, compare=wrong)
-        (found,) = trial.run(device)
+    trial = Incident(incident.incident.name)
+    trial.fixes(once(ask, off), {"on trial": Fix(off, on)}, compare=wrong)
+    (found,) = trial.run(device)
     assert found.ran, found.note
     assert found.outcome is Outcome.BAD, found.three.text

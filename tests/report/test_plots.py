@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 from made import drawn_words, texts, ticks
 from staleproof import device
 from staleproof.incidents.mla_padding.pictures import StagePicture
-from staleproof.report import plots
+from staleproof.report import plots, show
 from staleproof.report.plots import INK
 
 VERDICTS = ("clean", "pad_only", "leaked", "live_born")
@@ -231,7 +231,7 @@ def test_a_turned_step_is_its_verdict_and_a_picture_that_says_it_too(monkeypatch
     monkeypatch.setattr("IPython.display.display", shown.append)
     plots.turned_step(StagePicture(["0.attention"], [[0], [1]], 1, None))
     badge, drawn = shown
-    assert badge.text.startswith("pad_only: ")
+    assert (badge.text, badge.style) == ("pad_only", show.STYLES["bad"])
     assert drawn.metadata == {"alt": badge.text}
 
 

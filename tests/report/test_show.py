@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.made import finding, not_run
+from tests.made import finding, not_run, off_on_off
 
 from staleproof import device as devices
 from staleproof import runs as store
 from staleproof.evidence import CLEAN, RowCounters, judge_rows, pad_invariance, plant, row_states
 from staleproof.grades import real
+from staleproof.lab import Outcome
 from staleproof.report import show
 
 
@@ -31,15 +32,13 @@ def test_start_prints_one_banner_line(device, capsys, monkeypatch):
     assert f"machine: {m.name} · driver 580.1 · Python" in capsys.readouterr().out
 
 
-def test_what_a_cell_saw_and_what_it_claims_are_in_its_finding():
+def test_observed_holds_what_came_out_and_what_was_claimed():
     seen = show.observed("rows", 5, 3, real("torch 2"))
-    assert (seen.key[:3], seen.verdict, seen.expected, seen.failed) == (
-        *(("notebook", "rows", "here"), "otherwise", "as said", True),
-    )
+    assert (seen.verdict, seen.expected, seen.failed) == ("otherwise", "as claimed", True)
     assert (seen.numbers, seen.grade, seen.of) == ({"seen": "5", "claimed": "3"}, "real", "torch 2")
 
 
-def test_a_cell_that_ends_in_a_verdict_shows_its_line_only(capsys):
+def test_cell_that_ends_in_a_verdict_shows_its_line_only(capsys):
     pytest.importorskip("IPython")
     from IPython.core.formatters import DisplayFormatter
 
@@ -52,9 +51,9 @@ def test_a_cell_that_ends_in_a_verdict_shows_its_line_only(capsys):
 ABSENT = not_run("mla_padding", "served", "theirs", "needs an SM100 GPU")
 
 
-def test_nothing_speaks_for_what_did_not_run(capsys):
+def test_verdict_of_what_did_not_run_prints_the_reason_instead(capsys):
     here = show.observed("rows", 3, 3)
-    assert not show.verdict("H1 held", [here, ABSENT], ("as said", "leaked"))
+    assert not show.verdict("H1 held", [here, ABSENT], ("as claimed", "leaked"))
     assert not show.verdict("H1 held", [here, replace(ABSENT, expected=None)])
     assert not show.ran([here, ABSENT, replace(ABSENT, variant="ours", note="no GPU")])
     reason = "not run, so no verdict: served, theirs: needs an SM100 GPU\n"
@@ -62,15 +61,15 @@ def test_nothing_speaks_for_what_did_not_run(capsys):
     assert capsys.readouterr().out == 3 * reason + other
 
 
-@pytest.mark.parametrize("says", [None, "as said", ("as said", "as said"), {"here": "as said"}])
-def test_a_finding_that_says_something_else_stops_the_cell(says, capsys):
+@pytest.mark.parametrize("says", [None, "as claimed", ("as claimed", "as claimed"), {"here": "as claimed"}])
+def test_finding_with_another_verdict_stops_the_cell(says, capsys):
     found = [show.observed("rows", 3, 3), show.observed("columns", 35, 3)]
     with pytest.raises(AssertionError, match="columns"):
         show.verdict("H1 held", found, says)
     assert capsys.readouterr().out == ""
 
 
-def test_says_by_variant_and_in_order(capsys):
+def test_expected_verdicts_by_variant_and_in_order(capsys):
     found = [finding("mla_padding", "served", name, name) for name in ("clean", "leaked")]
     assert show.verdict("both", found, {"clean": "clean", "leaked": "leaked"})
     assert show.verdict("both", found, ("clean", "leaked"))
@@ -78,32 +77,39 @@ def test_says_by_variant_and_in_order(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-def test_a_verdict_without_findings_or_without_an_expected_verdict_is_refused():
+def test_verdict_without_findings_or_expected_verdict_is_refused():
     with pytest.raises(ValueError, match="findings: expected those that the verdict rests on, got none"):
         show.verdict("H1 held", [])
     with pytest.raises(ValueError, match="says: expected a verdict for every finding"):
         show.verdict("H1 held", finding("mla_padding", "served", "theirs", "nan"))
     with pytest.raises(ValueError, match="says: expected 1 verdicts, got 2"):
-        show.verdict("H1 held", show.observed("rows", 3, 3), ("as said", "as said"))
+        show.verdict("H1 held", show.observed("rows", 3, 3), ("as claimed", "as claimed"))
 
 
-def test_a_table_has_the_same_words_in_html_and_a_colour_for_each_outcome():
-    shown = show.Table(("variant", "verdict"), [("<a>", "leaked"), ("b", "clean"), ("c", "not run")])
-    made = shown._repr_html_()
-    assert re.sub(r"<[^>]+>", " ", made).split() == [
-        *("variant", "verdict", "&lt;a&gt;", "leaked", "b", "clean", "c", "not", "run")
+def test_cell_has_the_colour_of_the_answer_and_a_plain_word_has_none():
+    good, bad = (finding("a", "q", variant, variant) for variant in ("clean", "finite"))
+    rows = [("<a>", bad), ("b", good), ("c", ABSENT), ("d", ("finite", Outcome.GOOD)), ("e", "finite")]
+    shown = show.Table(("variant", "verdict"), rows)._repr_html_()
+    assert re.sub(r"<[^>]+>", " ", shown).split() == [
+        *("variant", "verdict", "&lt;a&gt;", "finite", "b", "clean", "c", "not", "run"),
+        *("d", "finite", "e", "finite"),
     ]
-    colours = [
-        re.search(rf"style='([^']*)'>{word}<", made)[1] for word in ("leaked", "clean", "not run", "b")
-    ]
-    assert len({*colours}) == 4
-    # "its own" is good in one family of questions and bad in another: only its finding tells the outcome.
-    assert "background" not in show.Table(("v",), [("its own",)])._repr_html_()
-    assert "d55e00" in show.Table(("v",), [("clean",)], {(0, 0): "bad"})._repr_html_()
-    assert "background" not in show.Table(("v",), [("clean",)], {})._repr_html_()
+    colours = re.findall(r"text-align: left; ([^']*)'>(?:finite|clean|not run)<", shown)
+    looks = [show.STYLES[outcome] for outcome in ("bad", "good", "not run", "good")]
+    assert colours == [*looks, ""]
 
 
-def test_in_a_notebook_a_table_is_displayed_and_not_printed(monkeypatch, capsys):
+def test_fixes_are_coloured_run_by_run_and_what_did_not_run_is_left_out(monkeypatch):
+    shown = []
+    monkeypatch.setattr(show, "_show", shown.append)
+    claim = off_on_off("a", "ours", off="leaked", on="clean", again="leaked")
+    show.fixes([claim, replace(ABSENT, question="off/on/off")])
+    (table,) = shown
+    assert table.rows == [["ours", "leaked", "clean", "leaked", "fixed"]]
+    assert table.styles == [["", *(show.STYLES[one] for one in ("bad", "good", "bad", "good"))]]
+
+
+def test_table_in_a_notebook_is_displayed_and_not_printed(monkeypatch, capsys):
     ipython = pytest.importorskip("IPython")
     shown: list[object] = []
     monkeypatch.setattr(ipython, "get_ipython", lambda: "a kernel")
@@ -113,21 +119,15 @@ def test_in_a_notebook_a_table_is_displayed_and_not_printed(monkeypatch, capsys)
     assert capsys.readouterr().out == ""
     (table,) = shown
     assert repr(table).splitlines()[-1].split() == ["theirs", "unwritten"]
-    assert table.outcomes == {(0, 1): "bad"}
+    assert table.styles == [["", show.STYLES["bad"]]]
 
 
-def test_a_badge_has_the_look_of_its_outcome_and_its_words():
-    badge = show.Badge("rows", "leaked")
-    assert badge._repr_html_() == f"<p style='padding: .3em .6em; {show.STYLES['bad']}'>{badge!r}</p>"
-    assert show.STYLES["good"] in show.Badge("rows", "clean")._repr_html_()
-
-
-def test_a_row_of_another_length_is_refused():
+def test_row_of_another_length_is_refused():
     with pytest.raises(ValueError, match="rows: expected 2 cells a row, got 1"):
         show.table(("a", "b"), [("only one",)])
 
 
-def test_answers_show_every_question_and_why_one_was_not_put(capsys):
+def test_answers_show_every_question_and_the_reason_of_what_did_not_run(capsys):
     show.answers(
         [
             finding("mla_padding", "empty row", "ours", "zero", note="it ran"),
@@ -148,7 +148,7 @@ def test_answers_show_every_question_and_why_one_was_not_put(capsys):
     ]
 
 
-def test_recorded_values_come_with_machine_and_date(runs, capsys):
+def test_recorded_answers_come_with_machine_and_date(runs, capsys):
     answers = [
         finding("mla_padding", question, "vllm_triton", verdict)
         for question, verdict in (("empty row", "nan"), ("past seq_len", "clean"))
@@ -179,7 +179,7 @@ def test_recorded_values_come_with_machine_and_date(runs, capsys):
     assert capsys.readouterr().out.startswith("no recorded run has this question yet")
 
 
-def test_a_control_is_a_slider_a_toggle_or_a_menu(monkeypatch):
+def test_control_is_a_slider_a_toggle_or_a_menu(monkeypatch):
     ipywidgets = pytest.importorskip("ipywidgets")
     seen: list[object] = []
     monkeypatch.setattr(ipywidgets, "interact", lambda draw, **by: seen.append((draw, by)))
@@ -207,7 +207,7 @@ def test_a_control_is_a_slider_a_toggle_or_a_menu(monkeypatch):
         ({}, "a.ipynb", True),
     ],
 )
-def test_who_can_move_a_control(shell, session, there, monkeypatch):
+def test_control_needs_a_front_end(shell, session, there, monkeypatch):
     pytest.importorskip("ipywidgets")
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     if session:
@@ -217,7 +217,7 @@ def test_who_can_move_a_control(shell, session, there, monkeypatch):
     assert show.has_front_end() is there
 
 
-def test_without_ipywidgets_there_is_the_table(monkeypatch):
+def test_without_ipywidgets_the_table_is_shown(monkeypatch):
     monkeypatch.setenv("JPY_SESSION_NAME", "01.ipynb")
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     seen: list[str] = []
@@ -225,7 +225,7 @@ def test_without_ipywidgets_there_is_the_table(monkeypatch):
     assert seen == ["table"]
 
 
-def test_the_toy_leaves_rows_without_tokens_alone(device):
+def test_toy_leaves_rows_without_tokens_alone(device):
     toy = show.ToyStep(device)
     plant(toy.out)
     toy.serve(live=2)
@@ -250,7 +250,7 @@ def test_the_toy_leaves_rows_without_tokens_alone(device):
         (False, "torch.max", "leaked"),
     ],
 )
-def test_the_toy_gives_the_verdict_it_is_built_for(device, writes_every_row, amax, verdict):
+def test_toy_gives_the_verdict_it_is_built_for(device, writes_every_row, amax, verdict):
     toy = show.ToyStep(device, writes_every_row=writes_every_row, amax=amax)
     plant(toy.out)
     toy.serve(live=3)
@@ -261,7 +261,7 @@ def test_the_toy_gives_the_verdict_it_is_built_for(device, writes_every_row, ama
     assert torch.equal(toy.out.view(torch.int32), before)
 
 
-def test_a_sick_request_of_the_toy_is_live_born(device):
+def test_sick_request_of_the_toy_is_live_born(device):
     toy = show.ToyStep(device, writes_every_row=True)
     toy.x[0] = float("nan")
     toy.serve(live=3)
@@ -269,7 +269,7 @@ def test_a_sick_request_of_the_toy_is_live_born(device):
     assert toy(CLEAN)[1].isnan().any(1).tolist() == [True] + [False] * 5
 
 
-def test_the_toys_counters_start_at_its_first_replay(device):
+def test_counters_of_the_toy_start_at_its_first_replay(device):
     counters = RowCounters(("kernel", "consumer"), device)
     toy = show.ToyStep(device, amax="torch.max", counters=counters)
     toy.serve(live=6)
@@ -282,6 +282,6 @@ def test_the_toys_counters_start_at_its_first_replay(device):
     assert counters.read()["kernel"].pad_rows == 3
 
 
-def test_an_unknown_amax_is_refused(device):
+def test_toy_refuses_an_unknown_amax(device):
     with pytest.raises(ValueError, match=r"amax: expected None, torch\.max or fmax, got max"):
         show.ToyStep(device, amax="max")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from staleproof import device
@@ -12,7 +11,6 @@ from staleproof.check import require
 
 if TYPE_CHECKING:
     from staleproof import lab
-    from staleproof.cases.run import Table
     from staleproof.lab import Finding
 
 
@@ -106,17 +104,13 @@ INCIDENTS = {
 }
 
 
-def questions_of(name: str) -> lab.Incident | Table:
+def questions_of(name: str) -> lab.Incident:
     """The questions of one incident: ``incident`` in ``questions.py`` of its folder, which this imports.
 
     Raises:
         ValueError: they are another incident's, under whose name its findings would be kept.
     """
-    folder = f"staleproof.incidents.{name}"
-    if (Path(__file__).parent / name / "cases.py").is_file():
-        table: Table = importlib.import_module(f"{folder}.cases").TABLE
-        return table
-    found: lab.Incident = importlib.import_module(f"{folder}.questions").incident
+    found: lab.Incident = importlib.import_module(f"staleproof.incidents.{name}.questions").incident
     require(found.name == name, f"incident of {name}", repr(name), repr(found.name))
     return found
 

@@ -34,7 +34,7 @@ def traced(x: torch.Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or type(x) not in _PLAIN or x.is_meta:
         return True
-    # Under other modes (a profiler, the graph stand-in of staleproof.cases) launches are not traced.
+    # Under other modes (a profiler, the graph stand-in of staleproof.graph) launches are not traced.
     return mode_count() > 0 and is_tracing()
 
 

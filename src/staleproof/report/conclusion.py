@@ -2,9 +2,9 @@
 
 >>> from staleproof.lab import Key
 >>> from staleproof.lab import Three
->>> from staleproof.cases.finding import finding
->>> three = Three("answers", "NaN", "clean", "NaN", right=True)
->>> fix = finding(Key("kv_reuse", "off/on/off", "BlockZeroer"), "fix", "fixed", three=three)
+>>> from staleproof.lab import finding, good
+>>> three = Three("NaN", "clean", "NaN", ("bad", "good", "bad"), right=True)
+>>> fix = finding(Key("kv_reuse", "off/on/off", "BlockZeroer"), good("fixed"), three=three)
 >>> [line for line in text([fix]).splitlines() if line.startswith("  fixed")]
 ['  fixed    BlockZeroer']
 """

@@ -30,7 +30,6 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 from staleproof import runs as store
-from staleproof.cases.words import outcome
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.lab import OFF_ON_OFF, Finding, Key
 from staleproof.report import matrix, plots, timeline
@@ -113,7 +112,7 @@ def page(
         loader=PackageLoader("staleproof.report"), autoescape=True, undefined=StrictUndefined
     )
     environment.filters |= {"md": render, "code": code}
-    environment.globals |= {"grades": matrix.grades, "provenance": matrix.provenance, "outcome": outcome}
+    environment.globals |= {"grades": matrix.grades, "provenance": matrix.provenance}
     made = environment.get_template("report.html").render(
         style=Markup((TEMPLATES / "style.css").read_text()),
         script=Markup((TEMPLATES / "script.js").read_text()),

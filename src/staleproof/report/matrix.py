@@ -1,9 +1,9 @@
 """The verdict matrix: a row for each variant, a column for each question, in panels.
 
 >>> from staleproof.lab import Key
->>> from staleproof.cases.finding import finding
+>>> from staleproof.lab import finding, good
 >>> key = Key("an_incident", "empty row", "ours")
->>> print(text([finding(key, "rows", "clean", expected="clean")]).partition("\\n")[2])
+>>> print(text([finding(key, good("clean"), expected="clean")]).partition("\\n")[2])
 <BLANKLINE>
 an_incident  asked of  empty row
 -----------  --------  ---------
@@ -90,12 +90,11 @@ def grades(findings: Iterable[Finding]) -> str:
     """What these findings were asked of, the strongest evidence first; ``-`` if none of them ran.
 
     >>> from staleproof.lab import Key
-    >>> from staleproof.cases.finding import finding
-    >>> from staleproof.cases.finding import not_run
+    >>> from staleproof.lab import bad, finding, not_run
     >>> from staleproof.grades import real
     >>> key = Key("an_incident", "empty row", "theirs")
-    >>> ran = finding(key, "empty row", "nan", evidence=real("torch"))
-    >>> grades([ran, not_run(key, "rows", "needs SM100")])
+    >>> ran = finding(key, bad("nan"), evidence=real("torch"))
+    >>> grades([ran, finding(key, not_run("needs SM100"))])
     'real'
     """
     found = {found.grade or "not graded" for found in findings if found.ran}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +19,22 @@ from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from staleproof.cases.run import sharing
 from staleproof.device import select
+from staleproof.lab import SHARED
 from staleproof.report.kernels import forked
 from staleproof.runs import RunFileError
+
+
+@contextmanager
+def _sharing() -> Iterator[None]:
+    """Ask each question once, here and in processes started here, for a ``with`` block."""
+    with tempfile.TemporaryDirectory(prefix="staleproof-") as folder:
+        before = os.environ.setdefault(SHARED, folder)
+        try:
+            yield
+        finally:
+            if before == folder:
+                del os.environ[SHARED]
 
 
 class Execution(NamedTuple):
@@ -136,7 +149,7 @@ def beside(sources: Sequence[Path], folder: Path, threads: int) -> Iterator[Call
         # More threads than cores mostly wait for each other: here, and in the processes started from here.
         share = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // (1 + threads))))
         torch.set_num_threads(int(share))
-    with sharing(), forked(), ThreadPoolExecutor(threads or 1) as pool:
+    with _sharing(), forked(), ThreadPoolExecutor(threads or 1) as pool:
         working = [pool.submit(work) for _ in range(threads)]
 
         def finish() -> list[Execution]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from staleproof import device
 from staleproof.check import require
+from staleproof.lab import Outcome
 
 # Before what it speaks of is imported.
 device.need_workbook("pandas", "matplotlib", "seaborn")
@@ -212,26 +213,26 @@ def stages(picture: StagePicture) -> Figure:
     )
 
 
-def turned(family: str, word: str, fig: Figure) -> None:
+def turned(good: str, verdict: str, fig: Figure) -> None:
     """What the controls of a notebook show: a verdict as a badge, and a picture of the state.
 
     Args:
-        family: of the question.
-        word: its verdict.
+        good: the verdict that is good.
+        verdict: of the state.
         fig: the picture.
     """
     from IPython.display import display
 
     from staleproof.report.show import Badge
 
-    badge = Badge(family, word)
+    badge = Badge(verdict, Outcome.GOOD if verdict == good else Outcome.BAD)
     display(badge)
     display(svg(fig, badge.text))
 
 
 def turned_step(picture: StagePicture) -> None:
     """One step by stage, with the verdict on its rows; see :func:`turned`."""
-    turned("rows", picture.verdict, stages(picture))
+    turned("clean", str(picture.verdict), stages(picture))
 
 
 @mpl.rc_context(CELLS)

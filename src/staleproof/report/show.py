@@ -10,17 +10,13 @@ import html
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
 from staleproof import device as devices
 from staleproof import runs as store
-from staleproof.cases.finding import finding
-from staleproof.cases.words import FAMILIES
-from staleproof.cases.words import outcome
 from staleproof.check import require
 from staleproof.grades import REPLICA, Evidence
-from staleproof.lab import NOT_RUN, Finding, Key, Outcome
+from staleproof.lab import Finding, Key, Outcome, finding, good_if
 from staleproof.report import matrix
 from staleproof.triage.text import aligned
 
@@ -55,26 +51,20 @@ def start(device: str) -> str:
 
 
 def observed(what: str, verdict: object, expected: object, evidence: Evidence = REPLICA) -> Finding:
-    """What a cell saw by itself, as a finding that :func:`verdict` takes.
+    """What a cell computed by itself, as a finding that :func:`verdict` takes.
 
     Args:
         what: the question in a few words.
-        verdict: what was seen.
+        verdict: what came out.
         expected: what the verdict line claims.
-        evidence: whose code was asked.
+        evidence: whose code ran.
 
     >>> observed("rows with NaN", 5, 5).ok
     True
     """
-    said = "as said" if str(verdict) == str(expected) else "otherwise"
-    key = Key("notebook", what, "here")
-    return finding(
-        *(key, "observation", said),
-        expected="as said",
-        evidence=evidence,
-        seen=str(verdict),
-        claimed=str(expected),
-    )
+    ok = str(verdict) == str(expected)
+    answer = good_if(ok, "as claimed" if ok else "otherwise", seen=str(verdict), claimed=str(expected))
+    return finding(Key("notebook", what, "here"), answer, expected="as claimed", evidence=evidence)
 
 
 class Printed(int):
@@ -88,12 +78,12 @@ class Printed(int):
 
 
 def ran(findings: Finding | Iterable[Finding]) -> bool:
-    """Whether all findings were asked; prints a line for each that was not.
+    """Whether all findings were run; prints a line for each that was not.
 
     For cells that compute with the numbers of findings: a finding that was not run has none.
 
-    >>> from staleproof.cases.finding import not_run
-    >>> absent = not_run(Key("an_incident", "served", "theirs"), "rows", "needs a CUDA device")
+    >>> from staleproof.lab import not_run
+    >>> absent = finding(Key("an_incident", "served", "theirs"), not_run("needs a CUDA device"))
     >>> ran([observed("rows", 5, 5), absent])
     not run, so no verdict: served, theirs: needs a CUDA device
     False
@@ -125,13 +115,13 @@ def verdict(text: str, findings: Finding | Iterable[Finding], says: Says = None)
 
     Raises:
         ValueError: no findings, or a finding without any expected verdict.
-        AssertionError: a finding ran and says something else.
+        AssertionError: a finding ran and has another verdict.
 
     >>> verdict("five rows hold NaN", observed("rows with NaN", 5, 5))
     INTERPRETED replica: five rows hold NaN
     True
-    >>> from staleproof.cases.finding import not_run
-    >>> absent = not_run(Key("an_incident", "served", "theirs"), "rows", "needs a CUDA device")
+    >>> from staleproof.lab import not_run
+    >>> absent = finding(Key("an_incident", "served", "theirs"), not_run("needs a CUDA device"))
     >>> verdict("it leaks", absent, "leaked")
     not run, so no verdict: served, theirs: needs a CUDA device
     False
@@ -165,65 +155,59 @@ STYLES: Mapping[str, str] = {
 }
 
 
-@cache
-def _outcomes() -> Mapping[str, str]:
-    """Each verdict word that means the same in every family that has it -> its outcome."""
-    found: dict[str, set[str]] = {NOT_RUN: {Outcome.NOT_RUN}}
-    for words in FAMILIES.values():
-        for word, about in words.items():
-            found.setdefault(word, set()).add(about.outcome)
-    return {word: min(meanings) for word, meanings in found.items() if len(meanings) == 1}
-
-
 class Table:
     """Rows under their column names: aligned text, and in a notebook HTML.
 
     Args:
         columns: names of the columns.
-        rows: cells of each row.
-        outcomes: (row, column) -> the outcome that colours a cell. By default a cell that is a verdict
-            word has its colour, if all families of questions agree on it.
+        rows: cells of each row. A finding is its verdict, in the colour of its outcome; so is a pair of a
+            verdict and an outcome. Other cells have no colour: the same word can be good for one question and
+            bad for another.
 
     Raises:
         ValueError: a row of another length.
 
-    >>> shown = Table(("row", "verdict"), [(0, "clean"), (1, "leaked")])
+    >>> from staleproof.lab import bad
+    >>> leaked = finding(Key("an_incident", "live count", "1 of 16"), bad("leaked"))
+    >>> shown = Table(("live", "verdict"), [(1, leaked)])
     >>> print(shown)
-    row  verdict
-    ---  -------
-    0    clean
-    1    leaked
+    live  verdict
+    ----  -------
+    1     leaked
     >>> "font-weight: 600" in shown._repr_html_()
     True
     """
 
-    def __init__(
-        self,
-        columns: Sequence[str],
-        rows: Iterable[Sequence[object]],
-        outcomes: Mapping[tuple[int, int], str] | None = None,
-    ) -> None:
+    def __init__(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         self.columns = [*map(str, columns)]
-        self.rows = [[*map(str, row)] for row in rows]
-        for row in self.rows:
+        cells = [[_cell(cell) for cell in row] for row in rows]
+        for row in cells:
             require(len(row) == len(self.columns), "rows", f"{len(self.columns)} cells a row", len(row))
-        self.outcomes = outcomes
+        self.rows = [[text for text, _ in row] for row in cells]
+        self.styles = [[STYLES.get(outcome, "") for _, outcome in row] for row in cells]
 
     def __repr__(self) -> str:
         return "\n".join(aligned(self.columns, self.rows))
 
     def _repr_html_(self) -> str:
-        def cell(row: int, column: int, text: str) -> str:
-            known = _outcomes().get(text) if self.outcomes is None else self.outcomes.get((row, column))
-            style = STYLES.get(known or "", "")
-            return f"<td style='text-align: left; {style}'>{html.escape(text)}</td>"
-
         head = "".join(f"<th style='text-align: left'>{html.escape(name)}</th>" for name in self.columns)
-        body = [
-            f"<tr>{''.join(cell(y, x, text) for x, text in enumerate(row))}</tr>"
-            for y, row in enumerate(self.rows)
-        ]
-        return "\n".join([f"<table><thead><tr>{head}</tr></thead><tbody>", *body, "</tbody></table>"])
+        lines = [f"<table><thead><tr>{head}</tr></thead><tbody>"]
+        for texts, styles in zip(self.rows, self.styles, strict=True):
+            cells = (
+                f"<td style='text-align: left; {style}'>{html.escape(text)}</td>"
+                for text, style in zip(texts, styles, strict=True)
+            )
+            lines.append(f"<tr>{''.join(cells)}</tr>")
+        return "\n".join([*lines, "</tbody></table>"])
+
+
+def _cell(cell: object) -> tuple[str, str]:
+    """The text of a cell, and the outcome that colours it."""
+    if isinstance(cell, Finding):
+        return cell.verdict, cell.outcome
+    if isinstance(cell, tuple) and len(cell) == 2 and isinstance(cell[1], Outcome):
+        return str(cell[0]), cell[1]
+    return str(cell), ""
 
 
 def _show(shown: object) -> None:
@@ -255,26 +239,41 @@ def answers(findings: Iterable[Finding]) -> None:
     found = list(findings)
     questions = list(dict.fromkeys(f.question for f in found))
     variants = list(dict.fromkeys(f.variant for f in found))
-    rows = [[variant, *(matrix.NOT_ASKED for _ in questions)] for variant in variants]
-    outcomes = {}
+    rows: list[list[object]] = [[variant, *(matrix.NOT_ASKED for _ in questions)] for variant in variants]
     for f in found:
-        row, column = variants.index(f.variant), 1 + questions.index(f.question)
-        rows[row][column], outcomes[row, column] = f.verdict, f.outcome
-    _show(Table(("", *questions), rows, outcomes))
+        rows[variants.index(f.variant)][1 + questions.index(f.question)] = f
+    _show(Table(("", *questions), rows))
     for variant, note in dict.fromkeys((f.variant, f.note) for f in found if not f.ran):
         print(f"not run: {variant}: {note}")
+
+
+def fixes(findings: Iterable[Finding]) -> None:
+    """Show a row for each remedy that ran: the verdicts off / on / off, and what they show.
+
+    >>> from staleproof.lab import Three, good
+    >>> three = Three("leaked", "clean", "leaked", ("bad", "good", "bad"), right=True)
+    >>> fixes([finding(Key("an_incident", "off/on/off", "ours"), good("fixed"), three=three)])
+    variant  off     on     off again  verdict
+    -------  ------  -----  ---------  -------
+    ours     leaked  clean  leaked     fixed
+    """
+    rows = []
+    for f in findings:
+        if three := f.three:
+            runs = zip((three.off, three.on, three.again), three.outcomes, strict=True)
+            rows.append((f.variant, *runs, f))
+    table(("variant", "off", "on", "off again", "verdict"), rows)
 
 
 class Badge:
     """One verdict as a badge in the colour of its outcome.
 
-    >>> Badge("rows", "leaked")
-    leaked: A live row is bad, and the same input with clean padding is good.
+    >>> Badge("leaked", Outcome.BAD)
+    leaked
     """
 
-    def __init__(self, family: str, word: str) -> None:
-        self.style = STYLES[outcome(family, word)]
-        self.text = f"{word}: {FAMILIES[family][word].says}"
+    def __init__(self, verdict: str, outcome: Outcome) -> None:
+        self.text, self.style = verdict, STYLES[outcome]
 
     def __repr__(self) -> str:
         return self.text
@@ -304,9 +303,9 @@ def recorded_answers(incident: str, *questions: str, variants: str | Sequence[st
         of = f"{release.pop()}, " if len(release) == 1 and "" not in release else ""
         print(f"RECORDED {of}{run.only(found).title}")
         if len(questions) == 1:
-            table(("variant", *questions), ((f.variant, f.verdict) for f in answered))
+            table(("variant", *questions), ((f.variant, f) for f in answered))
         else:
-            table(("question", "variant", "answer"), ((f.question, f.variant, f.verdict) for f in answered))
+            table(("question", "variant", "answer"), ((f.question, f.variant, f) for f in answered))
         if len(answered) < len(found):
             print(f"not run there: {len(found) - len(answered)}")
     if not shown:

@@ -93,9 +93,9 @@ def finding_text(found: Finding) -> str:
     """One finding as one line.
 
     >>> from staleproof.lab import Key
-    >>> from staleproof.cases.finding import not_run
+    >>> from staleproof.lab import finding, not_run
     >>> key = Key("an_incident", "empty row", "theirs")
-    >>> finding_text(not_run(key, "empty row", "needs SM100")).split("  ")[1]
+    >>> finding_text(finding(key, not_run("needs SM100"))).split("  ")[1]
     'an_incident, empty row, theirs: not run: needs SM100'
     """
     asked = f"{found.grade}, {found.of}" if found.of else found.grade

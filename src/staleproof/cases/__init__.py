@@ -1,1 +1,0 @@
-"""How a question is asked, and how its answer is kept."""
