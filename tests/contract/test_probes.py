@@ -9,7 +9,7 @@ import inspect
 import math
 import sys
 from functools import partial, wraps
-from itertools import cycle, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -253,12 +253,6 @@ def next_token(cache, call):
     return found.masked_fill((at == 0)[:, None, None], 0.0).sum((1, 2))
 
 
-def next_page(call):
-    """NaN where the entry behind a last page that is full is followed, one too far."""
-    page = call.table.gather(1, (call.lens // call.k.shape[1])[:, None].long())
-    return torch.where((page < 0).any(), NAN, 0.0)
-
-
 def latent(q, kv_cache, kv_lora_rank, block_table, seq_lens, softmax_scale, *, change=lambda call: 0.0):
     kv = kv_cache.unsqueeze(2)
     call = SimpleNamespace(k=kv, table=block_table, lens=seq_lens)
@@ -283,13 +277,6 @@ def several(of=lambda out, lens, call: out, alone=False):
         return of(out, seq_lens, call), lse
 
     return kernel
-
-
-def several_into(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out, lse):
-    """Writes both where it was told to."""
-    found = several()(q, k_cache, v_cache, block_table, seq_lens, softmax_scale)
-    out.copy_(found[0])
-    lse.copy_(found[1])
 
 
 def varlen(change):
@@ -333,13 +320,6 @@ def entry(page: int):
     return plus(of)
 
 
-def zero_times_the_values_past_the_end(call):
-    """Adds 0 times what an entry past the need and past the last page names."""
-    past = torch.arange(call.table.shape[1]) * call.k.shape[1] >= call.lens[:, None]
-    named = call.table[past & (call.table == len(call.v))]
-    return 0 * call.v._base[named.long() + scenes.GUARD].sum()
-
-
 def launch_with_lengths(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
     lens = seq_lens.clone()
     return lambda: made.decode(q, k_cache, v_cache, block_table, lens, softmax_scale)
@@ -357,16 +337,6 @@ def launch_with_the_latest_lengths(q, k_cache, v_cache, block_table, seq_lens, s
 
     def launch():
         return made.decode(q, k_cache, v_cache, block_table, _latest["lens"][: len(q)], softmax_scale)
-
-    return launch
-
-
-def launch_into_the_latest(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out):
-    _latest["out"] = out
-
-    def launch():
-        _latest["out"][: len(q)] = made.decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale)[0]
-        return out
 
     return launch
 
@@ -392,13 +362,6 @@ def kept_lse(out, lse, call):
     """The same of lse, of one head."""
     _, mask = _latest.setdefault(id(call.lens), (call.lens, call.lens == 0))
     return out, torch.where(LAST & (call.lens == 0)[:, None] & ~mask[:, None], 7.0, lse)
-
-
-def empty_for_good(out, lse, call, rows):
-    """One of these rows that was empty once stays 0, for a tensor of lengths."""
-    kept = _latest.setdefault(("empty", id(call.lens)), [call.lens, call.lens == 0])
-    kept[1] = kept[1] | (call.lens == 0) & (rows == 1)
-    return out.masked_fill(kept[1][:, None, None], 0.0), lse
 
 
 def reads_behind(name: str):
@@ -516,22 +479,9 @@ ATTENTION = [
     ("0", lambda q: q[:, :1], {}, broken("returns shape (3, 1, 32), expected (3, 2, 32)")),
     ("0", attend(lambda out, lse, call: (out, lse[:, :1])), {},
      broken("returns lse of shape (3, 1), expected (3, 2)")),
-    ("0", attend(lambda out, lse, call: (out, lse.repeat(1, 2))), {},
-     broken("returns lse of shape (3, 4), expected (3, 2)")),
-    ("0", attend(lambda out, lse, call: out[:, None]), {}, holding()),
-    ("0", then(several_of, lambda found, call: found[0][None]), {"q_len": 0},
-     broken("returns shape (1, 3, 2, 32), expected (3, 2, 32)")),
-    ("0", attend(lambda out, lse, call: (out, lse.flatten(), "more")), {}, holding()),
     ("0", attend(lambda out, lse, call: [out, one_off(lse, 1, 1, by=0.003)]), {},
      broken("lse of row 1 is 2.48, expected 2.477")),
     ("0", attend(lambda out, lse, call: one_off(out, 1, 1, 5)), {}, broken("row 1 is off by 2")),
-    # What rounding costs.
-    *(("0", attend(lambda out, lse, call, by=by, off=off: (out * by, lse - off)), {"dtype": dtype}, holding())
-      for dtype, by, off in (("bfloat16", 1 + 2**-8, 0.02), ("float32", 1 + 4e-5, 1e-4))),
-    *(("0", attend(lambda out, lse, call, by=by: out * by), {"dtype": dtype}, broken(said))
-      for dtype, by, said in (
-          ("bfloat16", 1.01, "row 0 is off by 0.00928"), ("float32", 1.001, "row 0 is off by 0.000889"),
-      )),
     # What shows in no small batch of few tokens, and what is written to the arguments for results.
     *(("0", instead(made.decode, **change), sizes, broken(f"row {said}"))
       for change, sizes, said, *case in (
@@ -541,30 +491,17 @@ ATTENTION = [
           ({"seq_lens": at_most(8)}, {"page_size": 64}, "0 is off by 0.06; requests: 1, tokens: up to 576"),
           ({"seq_lens": last_of_the_table}, {}, "0 is off by 0.0118; requests: 1, tokens: up to 144"),
       )),
-    *(("0", attend(change), {}, broken(f"row {row} is off by {off}; requests: {many}"))
-      for change, row, off, many in (
-          (lambda out, lse, call: out * (len(out) > 1), 0, 0.352, "1, tokens: up to 144"),
-          (lambda out, lse, call: out * (torch.arange(len(out)) < 32)[:, None, None], 32, 0.415,
-           "33, tokens: up to 33"),
-          (lambda out, lse, call: out * (call.lens != 1)[:, None, None], 0, 2.73, "33, tokens: up to 33"),
-      )),
     *(("0", attend(change), {}, broken("not finite where q is 64 times as large")) for change in (
         lambda out, lse, call: (out / (lse < 80)[..., None], lse),
         lambda out, lse, call: (out, lse / (lse < 80)),
     )),
-    ("0", results(put(0), put(1)), {}, holding()),
     ("0", results(put(0)), {}, broken("lse of row 0 is nan, expected 2.991")),
-    ("0", results(put(0), put(1, 1.5)), {}, broken("lse of row 0 is 4.487, expected 2.991")),
     *(("0", results(*more, lambda right, memory: right), {},
        broken(f"its argument {name} does not hold what it returns"))
       for name, more in (("out", [put(0, ONE_ROW), put(1)]), ("lse", [put(0)]))),
     *(("0", writes(name), {}, broken("writes to its inputs")) for name in ("q", "k", "v", "table")),
-    ("0", attend(lambda out, lse, call: (out, lse, call.k._base[0].add_(1.0))[:2]), {},
-     broken("writes to its inputs")),
     # The reference would be that of other lengths.
     ("0", instead(made.decode, seq_lens=lambda call: call.seq_lens.clamp_(max=16)), {},
-     broken("writes to its inputs")),
-    ("0", then(several_of, lambda found, call: (*found, call.query_start_loc[-1:].add_(1))[:2]), {"q_len": 0},
      broken("writes to its inputs")),
     *(("0", outside(row), {}, broken("writes outside out")) for row in (0, -1)),
     ("0", made.right, {"heads": 4, "head_dim": 8, "page_size": 8}, holding()),
@@ -573,12 +510,14 @@ ATTENTION = [
     ("E", right, {"empty_lse": 0.0}, broken("lse is -inf, expected 0")),
     ("E", attend(lambda out, lse, call: (out, torch.where(LAST & (call.lens == 0)[:, None], 7.0, lse))), {},
      broken("lse is 7, expected -inf")),
-    ("E", attend(lambda out, lse, call: (out, lse.nan_to_num(neginf=0.0))), {"empty_lse": 0.0}, holding()),
     ("E", attend(lambda out, lse, call: out.index_put(
         (torch.tensor(1), torch.tensor(0), torch.tensor(3)), (call.lens[1] == 0) * 5.0, accumulate=True)), {},
      broken("): 5, expected 0")),
     ("E", attend(lambda out, lse, call: out.masked_fill((call.lens == 0)[:, None, None], NAN)), {},
      broken("NaN is written")),
+    # It clears the rows behind as many as are live, which is right where empty requests come last.
+    ("E", attend(lambda out, lse, call: out * (torch.arange(4) < (call.lens > 0).sum())[:, None, None]), {},
+     broken("seq_lens [20, 0, 6, 0]: row 2 is off by 1.34; with empty requests last it is right")),
     ("E", attend(lambda out, lse, call: out + (~call.lens.all() & call.lens.any())), {},
      broken("between live ones, seq_lens [20, 0, 6, 0]: row 0 is off by 1")),
     # 0 times what the memory held, and that without NaN.
@@ -600,18 +539,11 @@ ATTENTION = [
           (lambda call: call.v[-1].sum(), "pages past the end"),
           (lambda call: call.v._base[1].sum(), "pages past the end"),
       )),
-    ("T", attend(lambda out, lse, call: (out, lse + (tail(call.k, call) > 1e6)[:, None])), {},
-     broken(f"finite garbage in K {TAIL} gives other bits in lse")),
-    ("T", attend(lambda out, lse, call: (out, lse + 0 * call.k[-1].sum() + 0 * call.v[0].sum())), {},
-     broken("NaN in the null page gives NaN in lse; NaN in pages past the end gives NaN in lse")),
     ("T", partial(latent, change=lambda call: 0 * tail(call.k, call)[:, None, None]), {"layout": "mla"},
      broken("NaN in the last page's tail gives NaN")),
     *(("B", entry(page), {},
        broken(f"follows the entry {page} past the last page"))
       for page in (-1, 6, 2**24)),
-    ("B", plus(next_page), {}, broken("follows the entry -1 past the last page")),
-    ("B", plus(zero_times_the_values_past_the_end), {},
-     broken("follows the entry 6 past the last page")),
     ("B", attend(lambda out, lse, call: (out, lse + 0 * made._past_the_need(call.k, call.table, call.lens))),
      {}, broken("follows the entry -1 past the last page into lse")),
     *(("R", plus(of), {}, broken(f"{fill} in another row changes row {row}"))
@@ -626,15 +558,10 @@ ATTENTION = [
       )),
     ("R", attend(lambda out, lse, call: (out.nan_to_num(), lse)), {},
      broken("the NaN of request 2 is hidden, its own row holds numbers")),
-    ("R", attend(lambda out, lse, call: (torch.cat([out[:1].nan_to_num(), out[1:]]), lse)), {},
-     broken("the NaN of request 0 is hidden, its own row holds numbers")),
     ("R", attend(lambda out, lse, call: (out, lse + 0 * call.q.mean())), {},
      broken("nan in another row changes row 0 of lse")),
     *(("N", kept_mask(key), {}, broken(AFTER + NOT_ZERO)) for key in ("seq_lens", "out", "lse")),
     ("N", attend(kept_lse), {}, broken(AFTER + "lse of an empty request is 7")),
-    *(("N", attend(partial(empty_for_good, rows=torch.tensor(rows))), {},
-       broken(f"replayed with seq_lens [19, 5, 16, 9]: row {row} is off by {off}"))
-      for rows, row, off in (([1, 1, 1, 1], 1, 1.6), ([1, 0, 0, 0], 0, 0.795))),
     *(("N", instead(kernel, **{name: at_first(name)}), sizes,
        broken(f"{AFTER}row 0 is off by {off}"))
       for kernel, name, sizes, off in (
@@ -645,19 +572,12 @@ ATTENTION = [
     # Not right with a new tensor either, which E says.
     ("N", attend(lambda out, lse, call: (out.masked_fill((call.lens == 0)[:, None, None], 7.0), lse)), {},
      holding(AGAIN)),
-    ("N", attend(lambda out, lse, call: (out, lse.nan_to_num(neginf=7.0))), {},
-     holding(AGAIN)),
     ("N", launch_with_lengths, {"prepared": True}, broken(AFTER + NOT_ZERO)),
     ("N", launch_with_lengths, {"planned": True}, holding(AGAIN)),
-    ("N", launch_with_its_table, {"prepared": True}, holding(AGAIN)),
     ("N", instead(launch_with_its_table, block_table=at_first("block_table")), {"planned": True},
      broken(f"{AFTER}row 0 is off by 1.15")),
     ("U", right, {"q_len": 2}, unasked("takes one row a request, not cu_seqlens")),
     ("U", varlen(spare(0.0)), {"q_len": 0}, holding()),
-    ("U", varlen(lambda rows, live, q: torch.cat([rows[:live], 0 * rows[live:]])), {"q_len": 0},
-     broken("rows past the end hold what the memory held")),
-    ("U", varlen(lambda rows, live, q: spare(7.0)(spare(0.0)(rows, live, q), live + 1, q)), {"q_len": 0},
-     broken("rows past the end hold what the memory held")),
     ("U", varlen(lambda rows, live, q: rows.nan_to_num(0.0)), {"q_len": 0},
      broken("rows past the end hold what the memory held")),
     *(("U", kernel, {"q_len": 0}, broken("writes rows of out past the end"))
@@ -669,15 +589,11 @@ ATTENTION = [
           (lambda more: more.nan_to_num(0.0, INF, -INF).sum(), "inf"),
           (lambda more: more.nan_to_num(0.0, 0.0, 0.0).mul(2).sum(), "largest"),
       )),
-    ("U", varlen(lambda rows, live, q: (spare(0.0)(rows, live, q), 0 * q[..., 0] + q[live:].sum())),
-     {"q_len": 0}, broken("nan in q past the end changes a live row")),
     ("Q", right, {}, unasked("takes one query token a request")),
     ("Q", several(), {"q_len": 2}, holding()),
     ("Q", several_of, {"q_len": 0}, holding()),
-    ("Q", several_into, {"q_len": 2}, holding()),
     ("Q", instead(several_of, query_start_loc=evenly), {"q_len": 0},
      broken("row 0 is off by 0.229")),
-    ("Q", several(lambda out, lens, call: out + 1), {"q_len": 2}, broken("row 0 is off by 1")),
     ("Q", several(lambda out, lens, call: out + (lens == 0)[:, None, None, None]), {"q_len": 2},
      broken(f"E with 2 query tokens: row 2, {EMPTY}")),
     ("Q", several(lambda out, lens, call: out + 0 * tail(call.v, call)[:, None, None, None]), {"q_len": 2},
@@ -696,12 +612,8 @@ ATTENTION = [
      broken("the next call overwrites the result of this one")),
     ("A", launch_with_the_latest_lengths, {"prepared": True},
      broken("a launch recorded before a larger call gives other bits after it")),
-    ("A", launch_into_the_latest, {"prepared": True},
-     broken("a launch recorded before a larger call gives other bits after it")),
     *(("O", reads_behind(name), {}, broken(f"0xff behind {said} changes the result"))
       for name, said in (("q", "q"), ("k", "k_cache"), ("v", "v_cache"))),
-    ("O", then(reads_behind("q"), lambda found, call: (0 * call.q, found[1] + found[0][..., 0])), {},
-     broken("0xff behind q changes the result")),
 ]  # fmt: skip
 
 
@@ -788,21 +700,6 @@ def fp8(x, *, dtype=torch.float8_e4m3fn, groups=1, stretch=1.0, largest=448.0):
     return values.flatten(1).to(dtype), scale.squeeze(-1).float()
 
 
-def fp8_cut(x):
-    """Values that are cut off, not rounded: each a step too small half of the time."""
-    values, scale = fp8(x)
-    over = values.double().abs() > (x.double() / scale.double()).abs()
-    # Codes of one sign lie in the order of their values.
-    return (values.view(torch.uint8) - over.byte()).view(torch.float8_e4m3fn), scale
-
-
-def fp8_flushed(x):
-    """Numbers below the smallest that is normal become 0."""
-    values, scale = fp8(x)
-    numbers = values.double()
-    return numbers.masked_fill(numbers.abs() < 2**-6, 0.0).to(values.dtype), scale
-
-
 def e8m0(x):
     """A scale that is the next power of two, as an exponent."""
     exponent = (x.abs().amax(1, keepdim=True).clamp(min=1e-9) / 448).log2().ceil()
@@ -818,8 +715,6 @@ def not_twice(x):
 
 
 double = made.double
-RIGHT = torch.arange(64) >= 32
-RING = cycle([torch.empty(37), torch.empty(37)])
 
 
 def from_row(row: int, to: int):
@@ -876,15 +771,8 @@ UNCHECKED = "not checked, no reference"
 OTHERS = [
     ("routing", "0", route(lambda weights, ids, _: (ids.int(), weights)), {}, holding()),
     ("routing", "0", route(of=partial(torch.softmax, dim=-1)), {}, holding()),
-    ("routing", "0", route(lambda w, ids, _: (w / w.sum(1, keepdim=True), ids)), {}, holding()),
-    ("routing", "0", route(lambda w, ids, _: (2.5 * w, ids)), {},
-     unasked(f"{UNCHECKED} for weights: weights are 2.5 times those of sigmoid")),
-    ("routing", "0", route(lambda w, ids, _: (3 * w / w.sum(1, keepdim=True), ids)), {},
-     unasked(f"{UNCHECKED} for weights: weights are 3 times those of sigmoid, renormalised")),
     ("routing", "0", route(lambda w, ids, _: (w[:, :2], ids)), {},
      broken(f"shapes (6, 2), {SIX}, expected {SIX}")),
-    ("routing", "0", route(lambda w, ids, _: (w, ids[:, :2])), {},
-     broken(f"shapes {SIX}, (6, 2), expected {SIX}")),
     *(("routing", "0", route(lambda w, ids, _, id=id: (w, ids.index_fill(1, torch.tensor(3), id))), {},
        broken(f"id {id} of 16 experts")) for id in (-1, 16)),
     ("routing", "0", route(lambda w, ids, _: (w / 0, ids)), {}, broken("a weight is not finite")),
@@ -898,23 +786,10 @@ OTHERS = [
      broken("the weights are not those of the ids beside them")),
     ("routing", "0", route(lambda w, ids, _: (w - w.amin(), ids)), {},
      broken("a weight is 0 for finite logits")),
-    ("routing", "0", route(lambda w, ids, _: (w.round(decimals=1) / 1e4, ids)), {},
-     unasked(f"{UNCHECKED} for weights: weights rise with their logits")),
-    ("routing", "0", route(lambda w, ids, _: (w.flip(1), ids.flip(1))), {"reference": route()}, holding()),
     ("routing", "0", route(lambda w, ids, _: (w + 0.5, ids)), {"reference": route()},
      broken("weights of row 0 is off by 0.5")),
-    *(("routing", "0", route(lambda w, ids, x, rows=rows: (w, ids.index_fill(0, torch.arange(
-        min(rows, len(ids)), len(ids)), 0) if rows else ids * (len(ids) > 1))), {},
-       broken(f"row {rows} has [0, 0, 0, 0]")) for rows in (0, 6, 36)),
-    ("routing", "0", route(lambda w, ids, _: (w, ids[:, [0, 0, 1, 2]])), {},
-     broken("row 0 has [13, 13, 14, 4]")),
-    ("routing", "0", route(lambda w, ids, x: (w, ids.to(torch.uint32))), {}, holding()),
-    ("routing", "0", stale(route()), {}, broken("not the experts with the largest logits")),
     ("routing", "0", route(lambda w, ids, x: (w, ids, x.zero_())[:2]), {},
      broken("writes to router_logits")),
-    ("routing", "0", route(lambda w, ids, x: (w * 1.001, ids)), {},
-     unasked(f"{UNCHECKED} for weights: weights are 1 times those of sigmoid")),
-    ("routing", "0", route(of=lambda x: x), {}, unasked(f"{UNCHECKED} for weights: weights are the logits")),
     ("routing", "0", biased, {}, holding()),
     ("routing", "0", lambda router_logits, top_k, bias: route()(router_logits + bias, top_k), {}, holding()),
     *(("routing", "0", kernel, {}, broken("an expert with a bias of 10 is not chosen"))
@@ -925,8 +800,6 @@ OTHERS = [
       )),
     ("routing", "0", partial(biased, weigh=1.0), {},
      unasked(f"{UNCHECKED} for weights: with a bias they are of no known form")),
-    ("routing", "0", route(), {"reference": route(lambda w, ids, x: (w, (-x).topk(4, -1).indices))},
-     broken("not the experts of the reference")),
     *(("routing", "I", stuck(where, row), {},
        broken(f"{name}: row {row} has [0, 0, 0, 0]"))
       for row in (1, 4) for name, where in LOGITS.items()),
@@ -945,9 +818,6 @@ OTHERS = [
      broken("a padding row has a weight")),
     *(("routing", "P", masked(first_mask(value)), {}, broken(f"{said}"))
       for value, said in ((0.5, "a padding row has a weight"), (0.0, "the mask changes another row"))),
-    ("routing", "P", then(masked(nothing), lambda found, call: (
-        found[0] + 0 * call.router_logits.mean(), found[1],
-    )), {}, broken("a padding row has a weight")),
     *(("routing", "P", masked(lambda *results, at=at: results[at][2].copy_(results[at][2].flip(0))), {},
        broken("the mask changes another row")) for at in (0, 1)),
     *(("routing", clause, lambda router_logits, top_k, bias, is_padding: biased(router_logits, top_k, bias),
@@ -971,26 +841,12 @@ OTHERS = [
         (by_row(lambda x: (torch.arange(len(x)) == 5)[:, None]),
          "not the reference: result 0: row 5 is off by 1"),
     )),
-    ("rows", "0", lambda x: (2 * x, torch.sum(x, 1, out=next(RING)[: len(x)])),
-     {"reference": lambda x: (2 * x, x.sum(1))}, broken("overwrites what an earlier call returned")),
-    *(("rows", "0", by_row(lambda x, by=by: by * x), {"dtype": dtype, "reference": double}, holding())
-      for dtype, by in (("float32", 6e-5), ("bfloat16", 0.01))),
-    ("rows", "0", by_row(lambda x: 0.02 * x), {"dtype": "bfloat16", "reference": lambda x: 2 * x},
-     broken("not the reference: result 0: row 0 is off by 0.0625")),
     ("rows", "0", lambda x: fp8(x, groups=2, stretch=torch.tensor([[1.0], [3.0]])), {},
      broken("not the reference: of a range of 448 row 4 uses 144: its scale is too large")),
-    ("rows", "0", fp8_cut, {},
-     broken("not the reference: values times scales: row 0 is off by 0.166")),
-    *(("rows", clause, lambda x: (x.sum(1), x.argmax(1)), {"reference": lambda x: (x.sum(1), x.argmax(1))},
-       holding()) for clause in "0R"),
-    ("rows", "0", lambda x: [2 * x, 0, x.sum()], {"reference": lambda x: (2 * x, x.sum())}, holding()),
     ("rows", "R", lambda x: 2 * x.nan_to_num(), {"reference": double},
      broken("the NaN of a row is hidden: its own result holds numbers")),
-    ("rows", "0", lambda x: x.argmax(1), {"reference": lambda x: x.argmax(1) + 1},
-     broken("not the reference: result 0: row 0 is off by 1")),
     ("rows", "0", lambda x: None, {}, broken("returns no tensor")),
     ("rows", "0", lambda x: x.mul_(2), {"reference": double}, broken("writes to its input")),
-    ("rows", "0", lambda x: x.mul_(2).clone(), {"reference": double, "in_place": True}, holding()),
     ("rows", "0", lambda x: (x, x / 0), {}, broken("not finite on clean input")),
     ("rows", "0", lambda x: (x, not_twice(x)), {}, broken("other bits the second time")),
     ("rows", "0", lambda x: (2 * x, x.sum(-1)), {"reference": lambda x: (2 * x, x.sum(-1) + 1)},
@@ -1009,24 +865,10 @@ OTHERS = [
       for given in ({}, {"groups": 4}, {"dtype": torch.float8_e5m2, "largest": 57344.0},
                     {"dtype": torch.int8, "largest": 127.0}, {"stretch": 1.9})),
     ("rows", "0", e8m0, {}, holding()),
-    # Cut off, not rounded; and a group of zeros, whose scale nothing tells.
-    ("rows", "0", lambda x: ((127 * x / x.abs().amax(1, True)).to(torch.int8), x.abs().amax(1) / 127), {},
-     holding()),
-    ("rows", "0", lambda x: ((fp8(x, groups=2)[0].double() * RIGHT).to(torch.float8_e4m3fn),
-                             fp8(x, groups=2)[1]), {"reference": lambda x: x * RIGHT}, holding()),
-    ("rows", "0", lambda x: x.to(torch.float8_e4m3fn), {"reference": lambda x: x}, holding()),
     ("rows", "0", lambda x: fp8(x)[0], {}, unasked(UNCHECKED)),
-    ("rows", "0", fp8, {"hidden": 4096}, holding()),
-    ("rows", "0", fp8_flushed, {"hidden": 4096},
-     broken("not the reference: values times scales: row 5 is off by 0.000102")),
     *(("rows", "0", partial(fp8, dtype=dtype, largest=largest, stretch=3.0), {}, broken(
         f"not the reference: of a range of {largest:.0f} row 3 uses {used}: its scale is too large"))
       for dtype, largest, used in ((torch.float8_e5m2, 57344.0, "2.05e+04"), (torch.int8, 127.0, "42"))),
-    ("rows", "0", lambda x: (fp8(x, dtype=torch.int8, largest=127.0)[0] - 1, fp8(x, largest=127.0)[1]), {},
-     broken("not the reference: values times scales: row 0 is off by 0.0396")),
-    ("rows", "0", lambda x: (fp8(x)[0], fp8(x)[1][:3]), {}, unasked(UNCHECKED)),
-    ("rows", "0", lambda x: (fp8(x)[0], torch.ones(6, 3)), {}, unasked(UNCHECKED)),
-    ("rows", "0", fp8, {"inverse": lambda values, scale: 1.1 * values.double() * scale.double()}, holding()),
     ("rows", "0", double, {"inverse": lambda x: 0.6 * x},
      broken("not the reference: dequantised, row 0 is off by 0.682")),
     *(("rows", "0", lambda x, by=by: (fp8(x)[0], by * fp8(x)[1]), {},
@@ -1035,8 +877,6 @@ OTHERS = [
     *(("rows", "R", from_row(row, to), {}, broken("nan, inf in other rows: changes a live row"))
       for row, to in ((4, 0), (0, 1), (5, 4))),
     ("rows", "R", from_row(3, 2), {"live_rows": 3}, broken("nan, inf in other rows: changes a live row")),
-    ("rows", "R", from_row(2, 3), {"live_rows": 3}, holding()),
-    ("rows", "R", lambda x: 2 * x.nan_to_num(), {"live_rows": 3, "reference": double}, holding()),
     ("rows", "R", lambda x: (2 * x, x.sum(-1) + 0 * x.mean()), {}, broken(
         "nan, inf, largest in other rows: changes the scale of a live row")),
     ("rows", "R", lambda x: (2 * x, x.abs().max()), {}, broken(
@@ -1049,9 +889,6 @@ OTHERS = [
     ("rows", "W", lambda x: torch.cat([x, x.new_empty(len(x) % 2, 64)]), {},
      broken("64 of 384 elements of result 0 are not written")),
     ("operands", "0", scaled, SCALED | {"reference": None}, unasked(UNCHECKED)),
-    # Of a row of which the reference makes NaN in part nothing is asked.
-    ("operands", "0", lambda x, scale: 2 * x / (x != 2), SCALED | {
-        "reference": lambda x, scale: 2 * x + 0 / (x != 2)}, holding()),
     ("operands", "0", lambda x, scale: (scaled(x, scale)[0], x.sum(1) * NAN), SCALED,
      broken("not the reference: result 1: row 0 is off by nan")),
     *(("operands", "0", kernel, SCALED, answer) for kernel, answer in (
@@ -1059,7 +896,6 @@ OTHERS = [
         (lambda x, scale: (*scaled(x, scale), x), unasked(f"{UNCHECKED} for 1 of 3 results")),
         (lambda x, scale: (*scaled(x, scale), x.zero_())[:2], broken("writes to x")),
     )),
-    ("operands", "0", lambda x, scale: scale * x, SCALED | {"reference": lambda x, scale: 2 * x}, holding()),
     ("operands", "0", lambda x: (x, not_twice(x)), SCALED, broken("other bits the second time")),
 ]  # fmt: skip
 
