@@ -49,7 +49,9 @@ OPTIONS: dict[str, Any] = {
         "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES
     },
 }  # fmt: skip
+# Seeds of two strangers' prompts, and drafts that nobody would accept but by chance.
 STRANGERS = (11, 12)
+WRONG = [3, 4]
 
 
 class Served(NamedTuple):
@@ -94,16 +96,19 @@ class Bench:
         self.runner.drafter.propose = self._propose
 
     def _propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """Drafts for the neighbour alone: right ones, then wrong ones, so that accepted counts change."""
+        """Drafts: the neighbour's are right in every second step, so that accepted counts change.
+
+        A stranger's are all wrong; its steps fill the buffers that the graph reads.
+        """
         # Newer releases pass the number of drafts first.
         sampled = next(value for value in args if isinstance(value, list))
         drafts: list[list[int]] = []
         for name, tokens in zip(self.runner.input_batch.req_ids, sampled, strict=False):
             done = len(self.runner.requests[name].output_token_ids)
-            following = self.known[done : done + K]
-            is_neighbour = name.startswith("neighbour") and tokens and len(following) == K
-            wrong = [(token + 1) % 7000 + 2 for token in following]
-            drafts.append((following if self.steps % 2 else wrong) if is_neighbour else [])
+            following = self.known[done : done + K] if name.startswith("neighbour") else WRONG
+            if self.steps % 2 == 0:
+                following = WRONG[: len(following)]
+            drafts.append(following if tokens and not name.startswith("mine") else [])
         self.steps += 1
         return drafts
 
@@ -165,6 +170,10 @@ def ask(options: dict[str, Any]) -> None:
     """
     engine = Engine(CONFIG, **OPTIONS | options)
     engine.draw_weights()
+    # The norm behind a recurrent layer too: vLLM's dummy of 0.001 would silence it.
+    for name, weight in engine.runner.model.named_parameters():
+        if weight.dim() == 1 and "linear_attn" in name and "norm" in name:
+            weight.data.fill_(1.0)
     bench = Bench(engine)
     rows = []
     for kind, lengths in (("prompt", range(1, K + 4)), ("last chunk", range(STEP + K, STEP + K + 3))):
@@ -270,7 +279,7 @@ def compare(subject: Subject, device: str, rows: Sequence[dict[str, Any]]) -> st
 
 
 PROMPT, CHUNK, NEIGHBOUR = "prompt", "last chunk", "running neighbour"
-LENGTHS = {PROMPT: range(2, K + 4), CHUNK: range(STEP + K, STEP + K + 3), NEIGHBOUR: range(K, K + 3)}
+LENGTHS = {PROMPT: range(1, K + 4), CHUNK: range(STEP + K, STEP + K + 3), NEIGHBOUR: range(K, K + 3)}
 SHAPED = {PROMPT: K + 1, CHUNK: STEP + K + 1, NEIGHBOUR: K + 1}
 
 
@@ -278,7 +287,11 @@ def add(incident: Incident) -> None:
     """Add the questions to the incident."""
     more: dict[str, Any] = {"needs": _missing, "scene": ENGINE}
     asked = {f"{kind}, {n} tokens": (kind, n, "off") for kind, every in LENGTHS.items() for n in every}
-    expect = {name: OTHER if SHAPED[kind] == n else OWN for name, (kind, n, _) in asked.items()}
+    expect: dict[str, str | None] = {
+        name: OTHER if SHAPED[kind] == n else OWN for name, (kind, n, _) in asked.items()
+    }
+    # The older fault of one token (#51562), which later releases do not have.
+    expect[f"{PROMPT}, 1 tokens"] = None
     incident.question("whole vLLM, real graph", asked, expect=expect, **more)(answered)
     rounds = {kind: [(kind, n, name) for name in ROUNDS] for kind, n in SHAPED.items()}
     fixes = {f"{PATCH}, whole vLLM, {kind}": Fix(*three) for kind, three in rounds.items()}
