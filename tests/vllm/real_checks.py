@@ -169,7 +169,8 @@ def main() -> dict[str, Any]:
 
     for patch in applied:
         patch.revert()
-    hooks.unwrap(standing.REPORT)
+    for owner in (standing.REPORT, standing.BACKEND):
+        hooks.unwrap(owner)
     result["finder gone"] = hooks._finder not in sys.meta_path
     # Nothing of ours stands there: neither a wrapper, nor a kernel of ours, nor one made from vLLM's source.
     ends = [python_of(function).__code__.co_filename for function in functions()]

@@ -7,7 +7,7 @@ import warm
 SCRIPT = environment.HERE / "real_mla_backend.py"
 
 
-@pytest.mark.parametrize("version", ["0.22.1", "0.28.0", "0.33.0"])
+@pytest.mark.parametrize("version", ["0.22.1", "0.26.0", "0.33.0"])
 def test_backend_binds_to_released_classes_and_refuses_by_name(version):
     answers = warm.answer(warm.released(version, str(SCRIPT)))
     assert answers["version"] == version

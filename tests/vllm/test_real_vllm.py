@@ -187,5 +187,8 @@ def test_the_table_says_what_the_sources_say(version, monkeypatch):
                     target.check(sources)
 
 
-def test_the_table_has_every_release_that_is_tested():
+def test_each_patch_is_needed_in_a_release_that_is_imported():
+    imported = [releases.table()[release] for release in environment.TESTED]
+    for patch in vllm_plugin.patches():
+        assert any(row[patch]["needed"] for row in imported), patch
     assert {*environment.READ, *environment.TESTED} <= {*releases.table()}
