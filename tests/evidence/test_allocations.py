@@ -104,16 +104,6 @@ def test_globals_of_the_classes_modules_are_owned_by_their_module_and_torchs_are
     assert found == {f"{__name__}:KEPT": (__name__, id(kept))}
 
 
-@pytest.mark.parametrize(("depth", "names"), [(4, ["held"]), (5, [])])
-def test_containers_are_walked_four_levels_deep_and_sparse_tensors_have_no_storage(depth, names):
-    tree, held = nn.Module(), torch.zeros(2)
-    tree.sparse = torch.eye(2).to_sparse()
-    for _ in range(depth):
-        held = {held} if isinstance(held, torch.Tensor) else [held]
-    tree.held = held
-    assert [name for name, *_ in allocations.owned_tensors(tree)] == names
-
-
 def test_the_cuda_tracker_reads_the_allocators_trace(monkeypatch):
     """Two phases: kept, passing and early memory; what was freed between them is not counted."""
     traces, recorded = [[]], []

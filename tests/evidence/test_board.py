@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 
-from staleproof.evidence import board as boards
 from staleproof.evidence.board import NEVER, Board, crossing
 from staleproof.evidence.canary import plant
 
@@ -63,27 +60,6 @@ def test_rows_are_those_of_a_plain_count(device, dtype, rows, columns):
     want = [sum(int(b[live:].sum()) for b in bad), sum(int(b[:live].sum()) for b in bad)]
     assert slot_of(board, 3) == [*want, 0, 0, 0, 0, 2]
     assert crossing(int(board.numbers[-1])) == first
-
-
-def test_a_kernel_launches_on_the_device_of_its_tensors(monkeypatch):
-    current, launches = [torch.device("cuda", 0)], []
-
-    @contextlib.contextmanager
-    def switched(device):
-        current.append(device)
-        yield
-        current.pop()
-
-    class Elsewhere(torch.Tensor):
-        is_cuda, device = True, torch.device("cuda", 1)
-
-    monkeypatch.setattr(torch.cuda, "device", switched)
-    monkeypatch.setattr(boards, "_check", lambda *_: None)
-    with torch.device("cpu"):
-        board = Board("cpu", launch=lambda *_, **__: launches.append(current[-1]))
-        for x in (torch.ones(2, 4).as_subclass(Elsewhere), torch.ones(2, 4)):
-            board.count(0, x)
-    assert launches == [torch.device("cuda", 1), torch.device("cuda", 0)]
 
 
 def test_strided_rows_need_no_copy_and_give_the_same(device):
@@ -245,27 +221,6 @@ def test_each_slot_and_layout_is_launched_with_its_own_numbers():
             board.count(0, torch.ones(8, 4), IDS[:7])
     assert len(launches.made) == len(launches.again) == len(COUNTED)
     assert [made[1] for made in launches.made] == [slot for slot, *_ in COUNTED.values()]
-
-
-@pytest.mark.parametrize(("columns", "warps"), [(4096, 4), (4097, 16), (8192, 16), (9000, 16)])
-def test_a_long_row_is_read_by_many_warps(monkeypatch, columns, warps):
-    made = Board("cpu")
-    launched = []
-    monkeypatch.setattr(made, "_launcher", lambda *given, num_warps: launched.append(num_warps))
-    made._launch(0, torch.zeros(2, columns), None, None)
-    assert launched == [warps]
-
-
-def test_no_more_launches_are_remembered_than_agreed(monkeypatch):
-    """A server sees each number of tokens up to its largest batch, for months."""
-    launches = Launches()
-    monkeypatch.setattr(boards, "MOST", 2)
-    with torch.device("cpu"):
-        board = Board("cpu", launch=launches)
-        for rows in (1, 2, 2, 3, 3, 1):
-            board.count(0, X[:rows])
-    # The third layout forgets the others, of which the first is compiled anew.
-    assert (len(launches.made), [number for number, _ in launches.again]) == (4, [1, 2])
 
 
 def test_a_copy_is_never_launched_again_by_its_address():

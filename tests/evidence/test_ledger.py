@@ -242,22 +242,6 @@ def test_clearing_rows_takes_no_memory_and_the_interpreters_own_is_not_counted(d
     assert (phase.transient, phase.by_owner) == (0, {})
 
 
-def test_memory_without_an_owner_is_summed_over_the_lines_that_allocated_it():
-    ledger = ledgers.AllocationLedger(Tree("attribute", "cpu"))
-    with ledger.phase("profile"):
-        small = torch.zeros(64, 1024)
-        large = torch.zeros(128, 1024)
-    (phase,) = ledger.read().phases
-    assert phase.by_owner == {ledgers.UNOWNED: 3 * EACH}
-    del small, large
-
-
-def test_what_is_there_is_predicted_though_layers_that_know_of_it_are_fewer():
-    keys = ledgers.Owner("keys", "kv.py:1", "serve", False, 2 * MIB, holders=1, layers=1, bytes=6 * MIB)
-    assert (keys.predicted, str(keys)) == (6 * MIB, "`keys`: 6 MiB")
-    assert str(replace(keys, layers=2)) == "`keys`: 2 MiB x 2 layers = 6 MiB"
-
-
 def test_of_layers_that_differ_the_largest_buffer_and_the_most_common_kind_are_expected():
     tree = nn.ModuleList([nn.Identity(), nn.Identity(), nn.Identity(), nn.Tanh()])
     ledger = begun(tree)
@@ -352,12 +336,6 @@ def test_a_buffer_and_its_views_count_once():
         model.held = [buffer, buffer[5:], buffer.view(2, -1)]
         model.also = buffer[: MIB // 2]
     assert [o.bytes for o in ledger.read().owners] == [MIB]
-
-
-def test_the_report_is_printed(capsys):
-    _, _, ledger = profiled("attribute", budget_bytes=3 * MIB)
-    report = ledger.report()
-    assert (capsys.readouterr().out, report) == (f"{report}\n", ledger.read())
 
 
 def test_phases_out_of_order_are_refused():
@@ -517,17 +495,6 @@ def test_the_figure_stacks_owners_and_the_rest_up_to_what_is_in_use():
     (budget,) = axes.lines
     assert ({*budget.get_ydata()}, axes.get_ylabel()) == ({70}, "MiB")
     assert not made_report(None).figure().axes[0].lines
-
-
-@pytest.mark.parametrize(("before", "unit"), [(2**30, "MiB"), (2**30 + 1, "GiB")])
-def test_a_figure_is_in_the_unit_of_what_was_in_use_before(before, unit):
-    usage = Usage(before, 0, 0, 0)
-    phases = (ledgers.Phase("profile", False, usage, usage, 2**28, {"out": 2**27}),)
-    (axes,) = ledgers.Report(2**31, before, phases, (), None, 0).figure().axes
-    size = {"MiB": 2**20, "GiB": 2**30}[unit]
-    heights = [bars[0].get_height() for bars in axes.containers]
-    assert (axes.get_ylabel(), heights) == (unit, [before / size, 0, 2**28 / size])
-    assert {*axes.lines[0].get_ydata()} == {2**31 / size}
 
 
 def test_a_model_on_cuda_is_measured_by_the_driver_and_has_the_whole_device(monkeypatch):

@@ -154,16 +154,6 @@ def test_bad_input(call, message):
         call()
 
 
-def test_the_most_rows_that_one_fill_changed_are_told():
-    def run(fill):
-        out = torch.ones(4, 2)
-        # Every live row over NaN, one over any other padding.
-        out[: {"zeros": 0, "nan": LIVE}.get(fill.name, 1)] = 2.0
-        return out
-
-    assert pad_invariance(run, LIVE).changed_rows == LIVE
-
-
 def test_each_trial_has_a_fill_of_its_own_and_none_of_them_is_twice():
     padding = {}
 

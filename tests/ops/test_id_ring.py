@@ -111,31 +111,6 @@ def test_a_thread_waits_while_another_sends(monkeypatch: pytest.MonkeyPatch) -> 
     assert read == [[1, 2], [3, 4]]
 
 
-def test_what_the_ring_asks_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime, ring, read = Runtime(monkeypatch), IdRing(3, torch.device("cpu"), parts=2), []
-    # The third list goes to the second slot, and the fourth waits for those who read the first.
-    for ids, stream in (([7, 8], 5), ([9], 6), ([1, 2, 3], 5), ([4], 5)):
-        runtime.stream = f"stream {stream}"
-        ring.send(np.array(ids), stream, runtime.reader(len(ids), read))
-    runtime.catch_up(len(runtime.queue))
-    assert read == [[7, 8], [9], [1, 2, 3], [4]]
-    copies = [("copy", 8, 1, 5), ("copy", 4, 1, 6), ("copy", 12, 1, 5), ("copy", 4, 1, 5)]
-    reads = [("read", 2), ("read", 1), ("read", 3), ("read", 1)]
-    # Behind the reads: an event ahead of one would say that the slot is free while the kernel still reads it.
-    events = [("record", 2, "stream 5"), ("record", 5, "stream 6"), ("record", 8, "stream 5")]
-    # While they are waited for, the thread is in relaxed mode: another stream may be capturing.
-    waits = [("wait", 2, id_ring.RELAXED), ("wait", 5, id_ring.RELAXED)]
-    in_order = [x for three in zip(copies, reads, events, strict=False) for x in three]
-    assert runtime.asked == [*in_order, *waits, copies[3], reads[3], events[0]]
-    assert runtime.mode == 0
-    runtime.status = 2
-    with pytest.raises(RuntimeError, match="cudaMemcpyAsync: error 2"):
-        ring.send(np.array([5]), 5, runtime.reader(1, read))
-    with pytest.raises(RuntimeError, match="a lost device"):
-        ring.send(np.array([5, 6, 7]), 5, runtime.reader(3, read))
-    assert runtime.mode == 0
-
-
 def test_the_copy_takes_addresses_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime(monkeypatch)
     given = id_ring._memcpy_async().argtypes  # type: ignore[attr-defined]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch._C._dynamo.guards import _empty_strided_cpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from staleproof.ops import cuda_runtime, launching, private
+from staleproof.ops import launching, private
 from staleproof.ops.launching import Seen, key_of
 from staleproof.ops.topk import topk_softmax
 
@@ -22,22 +20,6 @@ def test_no_key_while_torch_traces():
     assert key_of(torch.ones(2)) is not None
     with FakeTensorMode():
         assert key_of(torch.ones(2), 3) is None
-
-
-@pytest.mark.parametrize("shape", [(5,), (0, 4), torch.Size((2, 3, 4, 5))])
-def test_memory_of_a_found_call_is_that_of_torch_empty(monkeypatch, shape):
-    asked = []
-
-    def on_host(*given):
-        asked.append(given)
-        return _empty_strided_cpu(*given)
-
-    monkeypatch.setattr(private, "empty_strided_cuda", on_host)
-    monkeypatch.setattr(private, "current_device", lambda: 0)
-    found = launching.empty(shape, torch.bfloat16, SimpleNamespace(is_cuda=True, get_device=lambda: 0))
-    wanted = torch.empty(shape, dtype=torch.bfloat16)
-    assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
-    assert len(asked) == 1
 
 
 X, Y = torch.ones(4, 6), torch.zeros(3, dtype=torch.int32)
@@ -153,31 +135,9 @@ def test_what_was_launched_is_launched_again_on_its_device_and_its_stream(gpus, 
     assert gpus == [expected, ("compiled", 0, 2, 3, 4, 33, "before", 1000, 55)]
 
 
-@pytest.mark.parametrize("first", [None, torch.ones(1), SimpleNamespace(is_cuda=True)])
-def test_nothing_compiled_is_nothing_to_repeat(gpus, first):
-    compiled = None if isinstance(first, SimpleNamespace) else "compiled"
-    kernel = {(1,): lambda *given: compiled}
-    assert launching.launched(kernel, (1,), (first,), ()) is None
-
-
 def test_memory_beside_a_tensor_of_another_device_comes_from_torch(monkeypatch):
     monkeypatch.setattr(private, "empty_strided_cuda", lambda *given: pytest.fail("for the current device"))
     monkeypatch.setattr(private, "current_device", lambda: 0)
     for like in (torch.ones(1), SimpleNamespace(is_cuda=True, get_device=lambda: 1, device="meta")):
         made = launching.empty((2, 3), torch.int32, like)
         assert (made.shape, made.dtype, made.device) == ((2, 3), torch.int32, torch.device(like.device))
-
-
-def test_what_a_launcher_asks_of_a_device(monkeypatch):
-    found = [f.__wrapped__ for f in (cuda_runtime.processor_count, cuda_runtime.capability)]
-    facts = {0: SimpleNamespace(multi_processor_count=132), 1: SimpleNamespace(multi_processor_count=84)}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", facts.get)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", {0: (9, 0), 1: (8, 6)}.get)
-    assert [[fact(index) for fact in found] for index in (0, 1)] == [[132, (9, 0)], [84, (8, 6)]]
-    utils = SimpleNamespace(get_device_properties={1: {"max_shared_mem": 99.0}}.get)
-    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
-    assert cuda_runtime.shared_memory.__wrapped__(1) == 99
-    # The soname of the library that torch has loaded.
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: name)
-    assert cuda_runtime.cudart.__wrapped__() == "libcudart.so.13"

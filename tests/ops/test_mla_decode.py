@@ -81,27 +81,6 @@ def test_strided_query_and_cache(device: str) -> None:
     assert torch.equal(bits(got), bits(want))
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_as_many_programs_share_a_request_as_were_asked_for(device: str, monkeypatch, splits: int) -> None:
-    """Values are right with any number of splits and with any tiles, so they do not tell what arrived."""
-    launches, launched = [], decode.launched
-
-    def noting(kernel: Any, grid: tuple[int, ...], tensors: Any, sizes: Any, **options: Any) -> Any:
-        launches.append((grid, sizes))
-        return launched(kernel, grid, tensors, sizes, **options)
-
-    monkeypatch.setattr(decode, "launched", noting)
-    monkeypatch.setattr(decode, "_SEEN", Seen())
-    tiles = decode.Tiles(16, 64, splits, 4)
-    monkeypatch.setattr(decode, "tiles_of", lambda *given: tiles)
-    mla_decode(**make(device, [40, 7], heads=17), num_kv_splits=splits)
-    (grid, sizes), *merges = launches
-    assert grid == (2, splits, 2)
-    assert sizes[-3:-1] == (tiles.rows, tiles.keys)
-    # Several splits are merged by a second launch.
-    assert len(merges) == (splits > 1)
-
-
 @pytest.mark.parametrize(
     ("cut", "splits", "ready"),
     [("given", 1, True), ("given", 3, False), ("portable", 3, True), ("pairs", 1, False), ("pairs", 3, True)],
@@ -126,17 +105,6 @@ def test_a_cut_is_launched_by_its_kernel_on_hopper(
     assert found == [(16, 64, splits, 4) if cut == "portable" else ("pairs", 0, splits)]
     # What cannot be repeated is not kept.
     assert bool(seen._kinds) == (ready or cut == "portable")
-
-
-@pytest.mark.parametrize("splits", [None, 3])
-def test_tiles_are_chosen_for_all_rows_of_a_request(monkeypatch, splits: int | None) -> None:
-    found: list[Any] = []
-    tiles = decode.Tiles(16, 16, 7, 4)
-    monkeypatch.setattr(decode, "tiles_of", lambda q, *given: found.append(given) or tiles)
-    monkeypatch.setattr(decode, "launch_portable", lambda call, chosen: found.append(chosen))
-    batch = make("cpu", [20, 30], heads=5, q_len=3, page_size=16)
-    mla_decode(**batch, num_kv_splits=splits)
-    assert found == [(15, batch["block_table"].shape[1] * 16), tiles._replace(splits=splits or 7)]
 
 
 @pytest.mark.parametrize("q_len", [1, 4])

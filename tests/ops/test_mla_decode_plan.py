@@ -36,23 +36,6 @@ def plan(monkeypatch):
     return choose
 
 
-@pytest.mark.parametrize(
-    ("batch", "heads", "size", "expected"),
-    [
-        (256, 128, 2, (64, 64, 1, 8)),
-        (256, 32, 2, (32, 64, 1, 4)),
-        (256, 16, 2, (16, 64, 1, 4)),
-        (1, 128, 2, (16, 64, 16, 4)),
-        (256, 128, 4, (16, 16, 1, 4)),
-        # More than eight narrow tiles a processor are too many.
-        (2, 128, 2, (16, 64, 8, 4)),
-        (3, 128, 2, (64, 64, 22, 8)),
-    ],
-)
-def test_hopper_keeps_the_tiles_that_were_measured(plan, batch, heads, size, expected):
-    assert plan((9, 0), batch, heads, size) == expected
-
-
 def test_float32_has_few_warps_everywhere_and_a_cpu_one_processor(plan):
     assert plan((8, 0), 256, 128, size=4) == (16, 16, 1, 4)
     assert kernels.tiles_of(torch.ones(1, 16, 576).half(), 16, 4096) == (16, 64, 1, 4)
@@ -203,25 +186,3 @@ def test_a_cache_may_be_e4m3_where_a_gpu_converts_it(monkeypatch, gpu, converts)
     monkeypatch.setattr(kernels, "capability", lambda index: gpu)
     q = SimpleNamespace(is_cuda=gpu is not None, device=SimpleNamespace(index=0), dtype=torch.bfloat16)
     assert kernels.cache_dtypes(q) == (torch.bfloat16, torch.float8_e4m3fn)[: 1 + converts]
-
-
-def test_which_cuts_may_be_the_fastest():
-    def cuts(*batch, **more):
-        return [*map(tuple, _work(*batch)._replace(**more).cuts())]
-
-    split = [("pairs", 66, 1), ("pairs", 0, 1), ("pairs", 0, 8), ("pairs", 0, 16), ("portable", 0, 8)]
-    assert cuts(2, 1024, 128) == cuts(2, 1024, 128, True) == split
-    few = [("few", *cut) for cut in ((132, 1), (0, 1), (0, 8), (0, 16))]
-    assert cuts(2, 1024, 16) == [*few, ("portable", 0, 16)]
-    # As many programs as processors, and one tile at least.
-    assert ("pairs", 0, 2) in cuts(33, 4096, 128)
-    assert cuts(70, 4096, 128) == [("pairs", 66, 1), ("pairs", 0, 1), ("portable", 0, 1)]
-    assert cuts(1, 64, 64) == [("pairs", 132, 1), ("pairs", 0, 1), ("portable", 0, 1)]
-    packed = [cut for cut in cuts(40, 512, 16, q_len=2) if cut[0] == "packed"]
-    assert packed == [("packed", 132, 1), ("packed", 0, 1), ("packed", 0, 3)]
-    # Three query tokens of 16 heads are a program, and beside an E4M3 cache two.
-    assert ("packed", 132, 1) in cuts(40, 512, 16, q_len=3)
-    assert ("packed", 66, 1) in cuts(40, 512, 16, True, q_len=3)
-    # Not two query tokens of more heads than half the rows of a program.
-    assert not [cut for cut in cuts(4, 512, 33, q_len=2) if cut[0] == "packed"]
-    assert not [cut for cut in cuts(4, 512, 17, True, q_len=2) if cut[0] == "packed"]

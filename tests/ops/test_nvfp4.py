@@ -128,22 +128,6 @@ def test_bad_arguments_are_named_and_nothing_is_written(device):
     assert bool((out[1].view(torch.uint8) == 0x7F).all())
 
 
-@pytest.mark.parametrize(
-    ("m", "plan"),
-    [
-        (16, (1, 8, 1)),
-        (17, (4, 32, 4)),
-        (64, (4, 32, 4)),
-        (65, (1, 32, 1)),
-        (256, (1, 32, 1)),
-        (257, (1, 64, 1)),
-    ],
-)
-def test_a_gpu_takes_the_plan_that_was_measured(monkeypatch, m, plan):
-    monkeypatch.setattr(kernels.device, "interpreting", lambda: False)
-    assert kernels._plan(m, 448) == plan
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 65, 256, 257, 2048])
 def test_each_plan_of_the_gpu_gives_the_same_bits(device, m):

@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -358,26 +357,6 @@ def test_a_mode_that_only_watches_sees_plain_launches(name: str, device: str) ->
     assert_same_bits(got, want)
     assert "aten" in seen
     assert "staleproof" not in seen
-
-
-def test_a_fake_tensor_is_traced_outside_of_its_mode_too() -> None:
-    with FakeTensorMode():
-        fake = torch.ones(2)
-    assert operators.traced(fake)
-
-
-def test_the_guard_is_taken_for_another_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    monkeypatch.setattr(operators, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda d: taken.append(d) or contextlib.nullcontext())
-    for index in (0, 1):
-        device = torch.device("cuda", index)
-        on = SimpleNamespace(is_cuda=True, device=device, get_device=lambda i=index: i)
-        with operators.on_device_of(on):  # type: ignore[arg-type]
-            pass
-    with operators.on_device_of(torch.ones(1)):
-        pass
-    assert taken == [torch.device("cuda", 1)]
 
 
 @pytest.fixture(name="launches")

@@ -393,46 +393,6 @@ def gpu_fixture(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-@pytest.mark.parametrize("page", [32, 33, 5000])
-def test_a_gpu_loads_its_kernels_at_once_and_chooses_by_where_the_ids_are(gpu, monkeypatch, page) -> None:
-    zeroed = torch.zeros(9, page, dtype=torch.uint8)
-    plan = zero_kernel.Plan([zero_kernel.Layout.of(zeroed)], [0], [1], zeroed.device)
-    # Each launch of them finds the null block alone: a capture could load none.
-    assert gpu == [
-        *[("_zero_kernel", (1,), [0], zero_kernel.WARPS)] * 2,
-        ("_zero_listed_kernel", (1,), 2**40, zero_kernel.WARPS),
-    ]
-    gpu.clear()
-    aligned = zeroed.data_ptr() % 16 == page % 16 == 0
-    # A page that begins between multiples of 16 ends up to 15 bytes later.
-    chunks = -(-(page + (0 if aligned else 15)) // zero_kernel.CHUNK)
-    last = 1, 9, aligned, zero_kernel.CHUNK
-    table = plan.table.data_ptr()
-    for dtype in (torch.int32, torch.int64):
-        ids = torch.tensor([3, 4, 5], dtype=dtype)
-        plan.zero(ids)
-        assert gpu.pop() == (f"_zero_kernel{dtype}", 77, (chunks, 3, 1), table, ids.data_ptr(), 3, *last, 1)
-    # Of the host, as many as fit into the arguments of a launch; more through the ring.
-    ring = SimpleNamespace(send=lambda ids, stream, read: (gpu.append((ids.tolist(), stream)), read(4096)))
-    monkeypatch.setattr(zero_kernel, "is_capturing", lambda: False)
-    few, many = np.arange(1, zero_kernel.LISTED + 1), np.arange(1, zero_kernel.LISTED + 2)
-    plan.zero_from_host(few, ring)
-    (listed,) = gpu
-    pairs = zero_kernel.pairs_of(few.tolist())[:-1]
-    assert listed == ("_zero_listed_kernel", 77, (chunks, len(few), 1), table, *pairs, *last)
-    gpu.clear()
-    plan.zero_from_host(many, ring)
-    sent, launch = gpu
-    assert sent == (many.tolist(), 77)
-    assert launch == ("_zero_kerneltorch.int32", 77, (chunks, len(many), 1), table, 4096, len(many), *last, 1)
-    gpu.clear()
-    monkeypatch.setattr(zero_kernel, "is_capturing", lambda: True)
-    for ids in (few, many):
-        with pytest.raises(ValueError, match="where the current stream is capturing"):
-            plan.zero_from_host(ids, ring)
-    assert not gpu
-
-
 def test_more_ids_than_a_grid_has_programs_are_several_launches(gpu, monkeypatch) -> None:
     """Each launch starts at its own ids, and counts them alone."""
     monkeypatch.setattr(zero_kernel, "MOST", 5)

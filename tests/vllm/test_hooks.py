@@ -18,7 +18,6 @@ from staleproof.vllm import arguments, hooks
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.sources import PatchError, Sources
-from staleproof.vllm.standing import registry
 
 MODULE = "vllm.ops"
 TEXT = """
@@ -60,13 +59,6 @@ def test_a_patch_is_for_its_releases_and_has_the_targets_of_each():
     assert [patch.applies_to(v) for v in ("0.9.9", "1.2.0", "1.2.1", "2.0.0")] == [False, True, False, True]
     assert [t.name for t in patch.targets_for("1.0.5")] == ["f"]
     assert [t.name for t in patch.targets_for("1.1.0")] == ["f", "g"]
-
-
-@pytest.mark.parametrize("on_host", [False, True])
-def test_a_patch_on_the_host_alone_may_come_back(package, on_host):
-    with replace(_patch(_double(after=lambda r, a, k: r)), on_host=on_host).applied("1.0.0"):
-        assert registry.of("p").on_host is on_host
-    assert not registry.patches
 
 
 @pytest.mark.parametrize("needs", [False, True])
@@ -315,19 +307,6 @@ def test_an_exchange_that_fails_is_one_line_and_vllms_own(package, caplog):
     assert "planted" in line
 
 
-def test_what_another_package_has_wrapped_since_is_neither_renewed_nor_said_of_another_patch(package, caplog):
-    ops = _ops()
-    with _patch(_double(swap=lambda own: lambda x: own(x) + 1), name="swapped").applied("1.0.0"):
-        ours = ops.double
-        theirs = ops.double = lambda x: ours(x) + 0.5
-        hooks.renew()
-        assert ops.double is theirs
-        hooks.unwrap("p")
-        assert not caplog.records
-        ops.double = ours
-    assert ops.double(1) == 2
-
-
 def test_a_call_with_unknown_arguments_is_vllms(package):
     hooks.wrap("p", Target(MODULE, "double", ("x", "y"), instead=lambda a, k: "ours"))
     double = _ops().double
@@ -477,7 +456,3 @@ def test_a_function_is_a_strangers_unless_its_file_is_of_the_modules_package(pac
     # A class of the same package that lives in another module.
     assert arguments.stranger_at(Patch, Patch.apply, hooks) == "staleproof.vllm.patch"
     assert arguments.stranger_at(ops.Impl, ops.Impl.run, ops) is None
-
-
-def test_the_names_of_a_functions_arguments_and_no_local():
-    assert arguments.names_of(lambda a, *b, c: (d := a) + d) == ("a", "c", "b")

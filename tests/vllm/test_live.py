@@ -1,6 +1,5 @@
 """One truth a server: several processes, a switch, and the command that asks."""
 
-import importlib.metadata
 import io
 import json
 import os
@@ -224,38 +223,6 @@ def test_without_a_folder_only_the_answer_is_missing(here, monkeypatch, caplog):
     assert live.health()["patches"] == {"undrained_ids": ("will be patched", "")}
 
 
-def test_nothing_is_written_where_nobody_can_ask(monkeypatch, tmp_path):
-    monkeypatch.delenv(live.FOLDER, raising=False)
-    monkeypatch.setattr(live.tempfile, "tempdir", str(tmp_path))
-    here = Here("0.22.1")
-    assert not live.enter(here, asked=False)
-    here.publish()
-    assert not [*tmp_path.iterdir()]
-    live._here.clear()
-
-
-def test_where_nothing_runs_nothing_stands(monkeypatch):
-    monkeypatch.delenv(live.FOLDER, raising=False)
-    monkeypatch.setattr(live, "_here", [])
-    told = {"ok": False, "vllm": "", "model": "", "patches": {}, "processes": []}
-    assert live.health() == told | {"staleproof": importlib.metadata.version("staleproof")}
-
-
 def test_a_fork_that_ends_leaves_the_servers_folder(here):
     live._leave(os.environ[live.FOLDER], os.getpid() + 1)
     assert Path(os.environ[live.FOLDER]).is_dir()
-
-
-def test_what_has_not_changed_is_not_written_again(here, monkeypatch):
-    file = Path(os.environ[live.FOLDER]) / f"{os.getpid()}.json"
-    file.unlink()
-    here.publish()
-    assert not file.exists()
-    here.model = "another"
-    monkeypatch.setitem(registry.of("watch").counters, "unwritten_hits", lambda: 7)
-    here.publish()
-    told = json.loads(file.read_text())
-    assert told == json.loads(json.dumps(here.report()))
-    assert (told["model"], told["ready"], told["vllm"]) == ("another", False, "0.22.1")
-    assert told["counts"]["unwritten_hits"] == 7
-    assert live.health()["model"] == "another"

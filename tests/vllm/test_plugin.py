@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-import re
 import sys
 import tomllib
 from dataclasses import replace
@@ -18,12 +17,9 @@ import pytest
 import warm
 from made_up import planted
 
-from staleproof import runs
-from staleproof.incidents.registry import INCIDENTS
 from staleproof.vllm import hooks, live, plugin, process, releases, standing
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
-from staleproof.vllm.patches import NOTEBOOKS
 from staleproof.vllm.plugin import Choice
 from staleproof.vllm.sources import Evidence, PatchError, Sources
 from staleproof.vllm.standing import registry
@@ -58,52 +54,6 @@ def test_what_only_cuda_sources_could_tell_is_recorded_of_a_known_release_alone(
     assert found.why.endswith("(recorded from the source of 0.18.1)")
     with pytest.raises(PatchError, match="only it could tell"):
         plugin.evidence(patch, plugin.Base("0.18.1", "a build of its own"), wheel)
-
-
-def test_notebooks_are_those_of_the_registry():
-    assert {name: INCIDENTS[name].notebook for name in NOTEBOOKS} == NOTEBOOKS
-
-
-def test_patches_know_what_they_are_about():
-    for name, patch in plugin.patches().items():
-        assert (name, patch.incident in NOTEBOOKS) == (patch.name, True)
-        assert all((patch.threads, patch.cost))
-        assert set(patch.requires) <= set(plugin.patches())
-        assert all(target.module.startswith("vllm.") for target in patch.targets)
-        # Those of scheduler, worker and loader are in no graph, and come back.
-        host = all(target.module.startswith(("vllm.v1.core.", "vllm.v1.worker.")) for target in patch.targets)
-        assert patch.on_host == (host or name == "mxfp4_scale_tail"), name
-
-
-def _recorded(benchmark: str, provider: str, mode: str, rows: int) -> float:
-    """Median us of a row of the H200's recorded run."""
-    (found,) = [
-        row["p50"]
-        for row in runs.find("nvidia-h200").measurements
-        if (row["benchmark"], row["provider"], row["x_value"]) == (benchmark, provider, rows)
-        and row["mode"] == mode
-    ]
-    return float(found)
-
-
-EXPERTS = "FlashInferExperts.apply, its kernel a copy, top 8, 512 rows, warm"
-TOPK = "topk_softmax, 128 experts, top 8, warm"
-ONE_BLOCK = "28 layers, K/V outermost, 32 KiB pages, scattered ids, cold"
-COSTS = {
-    "mla_padding": lambda: [_recorded("clear_empty_rows", "staleproof", "bf16 (1024, 128, 512)", 1024)],
-    "topk_nan": lambda: [_recorded("patches", name, TOPK, 128) for name in ("patched", "without")],
-    "duplicate_experts": lambda: [
-        _recorded("patches", "patched", EXPERTS, 128) - _recorded("patches", "without", EXPERTS, 128)
-    ],
-    "mla_zeroing": lambda: [_recorded("zero_blocks", "staleproof", ONE_BLOCK, 1)],
-}
-
-
-def test_what_a_patch_costs_was_recorded():
-    figures = {name: re.findall(r"([\d.,]+) us", patch.cost) for name, patch in plugin.patches().items()}
-    assert {name: said for name, said in figures.items() if said} == {
-        name: [f"{us:.1f}" for us in told()] for name, told in COSTS.items()
-    }
 
 
 def test_choice():

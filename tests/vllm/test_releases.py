@@ -1,7 +1,5 @@
 """Versions are understood, or named for what they are."""
 
-import json
-
 import pytest
 
 from staleproof.cli import app as cli
@@ -42,21 +40,6 @@ def test_releases_and_their_builds():
 def test_a_series_is_its_last_release_and_anything_else_is_itself():
     given = ["v0.18", "0", "0.18.0", "0.18.0+cu129", "main"]
     assert [*map(releases.last_of_series, given)] == ["0.18.1", *given[1:]]
-
-
-def test_the_table_is_in_order():
-    known = [*releases.table()]
-    assert known == sorted(known, key=lambda name: [int(part) for part in name.split(".")])
-    assert {frozenset(rows) for rows in releases.table().values()} == {frozenset(releases.table()["0.33.0"])}
-
-
-def test_the_table_says_from_which_release_a_patch_is_not_needed():
-    ends = json.loads(releases.TABLE.read_text())["no longer needed from"]
-    assert ends.keys() == releases.table()["0.33.0"].keys()
-    for patch, end in ends.items():
-        needed = [release for release, found in releases.table().items() if found[patch]["needed"]]
-        behind = [*releases.table()][[*releases.table()].index(needed[-1]) + 1 :]
-        assert end == (behind[0] if behind else None), patch
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from staleproof.cli import app as cli
 from staleproof.report import patches as shown
 from staleproof.vllm import plugin as vllm_plugin
 from staleproof.vllm import status
-from staleproof.vllm.patches import NOTEBOOKS
 
 ROOT = Path(__file__).parents[2]
 OPS = """
@@ -44,53 +43,6 @@ def patches_fixture(capsys):
     return run
 
 
-def test_in_a_terminal_the_evidence_needs_v_but_not_for_what_is_refused(patches, monkeypatch):
-    monkeypatch.setattr("staleproof.report.terminal.width", lambda: 100)
-    said = [patches("--version", "0.16.0", *options) for options in ([], ["-v"])]
-    assert [code for code, _ in said] == [3, 3]
-    found = status.answer("0.16.0")
-    flat = [" ".join(text.split()) for _, text in said]
-    for one in found.decided:
-        why = " ".join(one.why.split())
-        assert (why in flat[1], why in flat[0] or one.state != "refused") == (True, True), one.patch.name
-    assert any(" ".join(one.why.split()) not in flat[0] for one in found.decided)
-    hint = "--explain PATCH says what a patch does, and its cost"
-    assert flat[0].endswith(f"-v says by what evidence; {hint}")
-    assert flat[1].endswith(f" {hint}")
-    assert "evidence; --explain" not in flat[1]
-
-
-def test_an_explanation_has_these_fields():
-    for name in vllm_plugin.patches():
-        _has_these_fields(name)
-
-
-def _has_these_fields(name):
-    patch = vllm_plugin.patches()[name]
-    lines = shown.explanation(name).splitlines()
-    assert lines[:4] == [f"{name}: {patch.summary}", "", patch.mechanism, ""]
-    fields = {}
-    for line in lines[4:]:
-        fields.setdefault(line[:11].strip() or [*fields][-1], []).append(line[11:])
-    spans = ", ".join(f"{first} to {last}" for first, last in patch.versions)
-    assert fields.pop("cache")[0].startswith(
-        "the patch is a factor" if patch.traced else "torch.compile does"
-    )
-    expected = {
-        "affects": [patch.models],
-        "releases": [f"{spans}, if the probe finds the defect"],
-        "wraps": [*dict.fromkeys(f"{target.module}: {target.name}" for target in patch.targets)],
-        "upstream": [f"{thread}  {shown.url(thread)}" for thread in patch.threads],
-        "cost": [patch.cost],
-        "needs": [", ".join(patch.requires)],
-        "notebook": [f"notebooks/{NOTEBOOKS[patch.incident]}"],
-    }
-    assert fields == {field: told for field, told in expected.items() if told != [""]}
-    narrow = [line for line in shown.explanation(name, 60).splitlines() if len(line) > 60]
-    # A word is not cut.
-    assert not [line for line in narrow if len(line.split()) > 2]
-
-
 def test_patches_of_a_release_that_is_not_installed_would_apply(patches):
     code, text = patches("--version", "0.18.1")
     assert code == 0
@@ -108,16 +60,6 @@ def test_a_series_is_its_last_release_and_says_so(patches, version):
     assert (code, text[:28]) == (0, "vLLM 0.18.1, recorded probes")
     said = f"note: {version} is read as 0.18.1, the last of that series" in text
     assert said is (version.count(".") == 1)
-
-
-def test_a_terminal_cuts_no_word_of_the_evidence():
-    given = status.answer("0.18.1")
-    wide, narrow = shown.as_text(given), shown.as_text(given, 80, verbose=True)
-    assert max(map(len, narrow.splitlines())) <= 80
-    refused = shown.as_text(status.answer("0.16.0"), 80)
-    assert "; no patch for 0.16.0" in refused
-    words = wide.replace("  evidence", "").replace("  --------\n", "\n").split()
-    assert narrow.split()[: len(words)] == words
 
 
 def test_json(patches):

@@ -32,20 +32,6 @@ def test_it_finds_what_a_new_interpreter_finds(version, kind, tmp_path):
     assert json.loads(forked.stdout) == json.loads(new.stdout)
 
 
-@pytest.mark.parametrize(
-    ("program", "code", "said"),
-    [
-        ("import sys; print('out'); sys.exit(3)", 3, ("out\n", "")),
-        ("raise SystemExit('why')", 1, ("", "why\n")),
-        ("import atexit; atexit.register(print, 'end'); raise SystemExit", 0, ("end\n", "")),
-        ("import os; os.write(2, b'late'); os.kill(os.getpid(), 9)", -9, ("", "late")),
-    ],
-)
-def test_how_it_ended_and_what_it_said(program, code, said):
-    ended = warm.run("-c", program, env=environment.variables("0.22.1"), timeout=60)
-    assert (ended.returncode, (ended.stdout, ended.stderr)) == (code, said)
-
-
 def test_an_error_is_its_own_and_one_that_hangs_is_ended():
     env = environment.variables("0.22.1")
     assert "ValueError: planted" in warm.run("-c", "raise ValueError('planted')", env=env, timeout=60).stderr
@@ -53,19 +39,3 @@ def test_an_error_is_its_own_and_one_that_hangs_is_ended():
         warm.run("-c", "import time; time.sleep(60)", env=env, timeout=0.5)
     # The next one runs.
     assert warm.run("-c", f"print({os.getpid()})", env=env, timeout=60).stdout == f"{os.getpid()}\n"
-
-
-def test_without_a_vllm_it_finds_torch_alone(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys\n"
-        'ours = ("vllm", "staleproof", "triton", "transformers")\n'
-        "print(sys.path, sys.argv, os.getcwd(), [name for name in ours if name in sys.modules])\n"
-        "import torch\n"
-        "print(torch.get_num_threads(), torch.get_default_dtype())\n"
-    )
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "packages")}
-    forked = warm.run(str(script), "one", env=env, timeout=60, cwd=tmp_path, vllm=False)
-    new = warm.new(str(script), "one", env=env, cwd=tmp_path)
-    assert (forked.returncode, forked.stdout) == (new.returncode, new.stdout)
-    assert new.returncode == 0

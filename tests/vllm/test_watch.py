@@ -279,15 +279,6 @@ def test_a_dummy_batch_before_the_first_step_leaves_the_kernels_to_be_captured(w
     assert (words, watch.counting) == ([], True)
 
 
-@pytest.mark.parametrize(
-    ("version", "router"),
-    [("0.23.1", "base_router"), ("0.24.0", "fused_moe_router"), ("main", "fused_moe_router")],
-)
-def test_the_method_that_routers_share_is_looked_for_where_a_release_has_it(version, router):
-    modules = {target.module.rpartition(".")[2] for target in Hooks(Settings(), version).targets()}
-    assert modules & {"base_router", "fused_moe_router"} == {router}
-
-
 def test_the_watch_of_a_server_asks_vllm_for_its_mask_of_padding(monkeypatch):
     asked = []
     monkeypatch.setattr(watch_hooks, "padding_mask", lambda rows: asked.append(rows))
@@ -361,15 +352,3 @@ def test_equal_steps_that_are_counted_down_count_as_steps(watch, monkeypatch):
     watch.pause()
     assert words == [(7, 0, False)]
     assert (watch.steps, watch.counted, watch.left) == (7, 7, 0)
-
-
-def test_settings_that_were_given_are_kept_and_the_others_are_as_said():
-    assert settings({"STALEPROOF_WATCH": "on"}) == Settings()
-    assert (Settings().layers, Settings().steps, Settings().port) == (1, 1, 9464)
-    given = {"STAGES": " router , blocks", "LAYERS": "999999", "STEPS": "2", "PORT": " 65535 "}
-    chosen = settings(ON | {f"STALEPROOF_WATCH_{name}": value for name, value in given.items()})
-    assert chosen == Settings(("router", "blocks"), 999999, 2, 65535)
-    assert [settings({"STALEPROOF_WATCH": word}) for word in ("", "0", "off")] == [None] * 3
-    for name, value in (("LAYERS", "1000000"), ("STEPS", "-1"), ("PORT", "65536"), ("PORT", "0")):
-        with pytest.raises(PatchError, match=f"{name}: expected 1 to"):
-            settings(ON | {f"STALEPROOF_WATCH_{name}": value})

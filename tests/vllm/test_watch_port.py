@@ -133,23 +133,6 @@ def test_the_command_prints_a_table_or_json(url, capsys):
     assert {one["of"]: one["value"] for one in told["sample"]} == {"layers": 1.0, "steps": 1.0}
 
 
-def test_the_table_says_that_counts_are_of_a_sample(device):
-    watch = Watch(Settings(steps=4, layers=2), DEVICE)
-    port = watch_port.serve(watch, 0)
-    for _ in range(8):
-        watch.begin_step(3)
-        watch.observe("attention", "layers.0", torch.full((8, 4), torch.nan, device=DEVICE))
-    arrived(watch)
-    # Its counts have not arrived; that it began is known.
-    watch.begin_step(3)
-    samples = watch_client.fetch(f"localhost:{port.server_address[1]}")
-    expected = {"steps": 8, "begun_steps": 9}
-    assert {s.name: s.value for s in samples if s.name in ("steps", "begun_steps")} == expected
-    assert watch_client.rows(samples) == [("attention", "layers.0", 10, 6)]
-    heading = "step 8; counts are of 2 steps: of all there were about 4.0 times as many; one layer in 2"
-    assert watch_client.heading(samples) == heading
-
-
 def test_bad_input_of_the_command_is_one_line(capsys):
     assert cli.main(["watch", f"localhost:{free_port()}", "--once"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
