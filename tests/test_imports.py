@@ -44,7 +44,7 @@ ALLOWED = {
     # A whole vLLM in a child process; an incident says what it serves and what comes out.
     "whole": {"whole", *LAB, *SERVER},
     # A real model behind the kernels of the incidents, whose questions use it.
-    "words": {"words", "kernels", *LAB, *SERVER},
+    "words": {"words", "kernels", "lab", *LAB, *SERVER},
     "incidents": {"whole", "words", "kernels", *LAB, *SERVER},  # and their own folder, see _may_import
     "report": {"report", *LAB, "kernels", "incidents", "contract", "triage", *SERVER, ""},
     "cli": {"cli", "report", *LAB, "kernels", "incidents", "contract", "triage", *SERVER, ""},

@@ -139,3 +139,17 @@ def test_lines_are_wrapped_in_a_terminal_only(columns, monkeypatch, capsys):
         else ["  one two three four five six seven"]
     )
     assert capsys.readouterr().out.splitlines() == [*first, "/a/path/" + "x" * 30]
+
+
+def test_texts_without_and_with_a_remedy_are_printed_side_by_side(capsys):
+    sick, well = "The sea" + "<|endoftext|>" * 3, "The sea is a vast and mysterious realm, teeming with life."
+    texts = {"prompts_off": ["the sea?"], "texts_off": [sick], "texts_on": [well]}
+    fixed = off_on_off("a", "words", off="leaked", on="clean", again="leaked", **texts)
+    terminal.print_words([FIX, fixed])
+    assert capsys.readouterr().out.splitlines() == [
+        "",
+        "a, off/on/off, words: what users read without it, and with it",
+        "  the sea?",
+        f"    {'The sea<|endoftext|> x 3':<47} The sea is a vast and mysterious realm, teeming",
+        f"    {'':<47} with life.",
+    ]

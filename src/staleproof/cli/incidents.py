@@ -75,7 +75,7 @@ def run(
 
     Each question of an incident goes to the faulty variants and remedies that it is about. The findings
     replace the earlier ones of the same incidents in workbook/_build/findings.jsonl; those of other
-    incidents stay.
+    incidents stay. If SmolLM2 is installed, what its users read comes first, without a remedy and with it.
 
     \b
     Examples:
@@ -92,6 +92,7 @@ def run(
     path = json or findings_path()
 
     def show(findings: Sequence[Finding]) -> None:
+        terminal.print_words(findings)
         terminal.print_verdicts(findings, runs, verbose)
 
     with naming("--json") if json else contextlib.nullcontext():

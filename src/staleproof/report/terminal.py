@@ -6,6 +6,8 @@ written into that line.
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -20,7 +22,7 @@ from rich.text import Text
 
 from staleproof import device, machine
 from staleproof import runs as store
-from staleproof.report import conclusion, matrix
+from staleproof.report import conclusion, matrix, words
 from staleproof.triage.text import wrapped
 
 if TYPE_CHECKING:
@@ -147,6 +149,24 @@ def print_verdicts(findings: Sequence[Finding], runs: Sequence[Run], verbose: bo
         say("\n".join(matrix.absences(findings)))
     else:
         say(matrix.text(findings))
+
+
+def print_words(findings: Sequence[Finding]) -> None:
+    """Print what users read without a remedy and with it, side by side, where a real model was asked.
+
+    Args:
+        findings: of one run.
+    """
+    wide = console().width if console().is_terminal else 100
+    column = (wide - 5) // 2
+    for found in findings:
+        for number, (prompt, *pair) in enumerate(words.read_by_users(found)):
+            if number == 0:
+                say(f"\n{found.key.text}: what users read without it, and with it")
+            say(f"  {prompt}")
+            cells = [textwrap.wrap(text, column) or [""] for text in pair]
+            for left, right in itertools.zip_longest(*cells, fillvalue=""):
+                say(f"    {left:<{column}} {right}".rstrip())
 
 
 def print_kept(path: Path, findings: Sequence[Finding]) -> None:

