@@ -19,6 +19,7 @@ CACHE = "v1/core/kv_cache_manager.py"
 MANAGER = "v1/core/single_type_kv_cache_manager.py"
 WORKER = "v1/worker/utils.py"
 RUNNER = "v1/worker/gpu_model_runner.py"
+CPU_RUNNER = "v1/worker/cpu_model_runner.py"
 BACKENDS = "v1/attention/backends/mla"
 CUTLASS = f"{BACKENDS}/cutlass_mla.py"
 SIMULATOR = "model_executor/layers/fused_moe/router/routing_simulator_router.py"
@@ -75,6 +76,13 @@ CASES = [
     ("mla_zeroing", 1, {WORKER: method("KVBlockZeroer", "__init__", SKIPS)}),
     ("mla_zeroing", 0, {WORKER: method("KVBlockZeroer", "init_meta")}),
     ("mla_zeroing", 0, {WORKER: "x = 1\n"}),
+    ("cpu_block_zeroing", 1, {CPU_RUNNER: method("CPUModelRunner", "_zero_block_ids")}),
+    (
+        "cpu_block_zeroing",
+        0,
+        {CPU_RUNNER: method("CPUModelRunner", "_zero_block_ids", "kv[block_id].zero_()")},
+    ),
+    ("cpu_block_zeroing", 0, {CPU_RUNNER: "class CPUModelRunner: pass\n"}),
     ("dummy_slots", 1, {RUNNER: method("GPUModelRunner", "_dummy_run")}),
     ("dummy_slots", 0, {RUNNER: method("GPUModelRunner", "_dummy_run", "slots.fill_(-1)")}),
     ("fp8_scale", 1, {EXPERTS: QUANTIZES.format("return ops.scaled_fp8_quant(A, A_scale)")}),

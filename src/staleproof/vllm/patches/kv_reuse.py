@@ -1,4 +1,4 @@
-"""Patches for incident 4: vLLM's KV zeroing drains its list of ids, loses none, and covers MLA."""
+"""Patches for incident 4: vLLM's KV zeroing drains its list of ids, loses none, covers MLA and CPUs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler"
 MANAGER = "vllm.v1.core.single_type_kv_cache_manager"
 WORKER = "vllm.v1.worker.utils"
 RUNNER = "vllm.v1.worker.gpu_model_runner"
+CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
 META = (
     "self",
     "attn_groups_iter",
@@ -201,6 +202,38 @@ def _no_slots(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     return result
 
 
+def _zero_on_cpu(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Zero the new blocks in each layer of full attention, as vLLM's CPU runner does from 0.25.0 on.
+
+    The index of a block is the first dimension of a cache from 0.23.0 on, and the second one before.
+    """
+    runner, block_ids = args[0], argument(args, kwargs, 1, "block_ids")
+    layers, sizes, zeroed = (
+        runner.compilation_config.static_forward_context,
+        runner._kernel_block_sizes,
+        set(),
+    )
+    for group in runner._kv_cache_spec_attn_group_iterator():
+        spec = group.kv_cache_spec
+        # MLA's class derives from it. By name, because importing the class would import vLLM.
+        full = any(base.__name__ == "FullAttentionSpec" for base in type(spec).__mro__)
+        if not full or group.kv_cache_group_id >= len(sizes):
+            continue
+        size = sizes[group.kv_cache_group_id]
+        dim = group.backend.get_kv_cache_block_dim(
+            size, spec.num_kv_heads, spec.head_size, cache_dtype_str=runner.cache_config.cache_dtype
+        )
+        for name in group.layer_names:
+            cache: Any = getattr(layers.get(name), "kv_cache", None)
+            # Layers may share a cache. One that has none yet keeps a list.
+            if hasattr(cache, "data_ptr") and cache.data_ptr() not in zeroed:
+                zeroed.add(cache.data_ptr())
+                ratio = spec.block_size // size
+                for block in block_ids:
+                    cache.narrow(dim, block * ratio, ratio).zero_()
+    return result
+
+
 def _undrained(sources: Sources) -> Evidence:
     schedule, drains = (
         sources.function(file_of(SCHEDULER), "Scheduler.schedule"),
@@ -247,6 +280,14 @@ def _uncovered(sources: Sources) -> Evidence:
         meta = sources.function(file_of(WORKER), "KVBlockZeroer.__init__")
     skips = "type(spec) is not FullAttentionSpec"
     return evidence(meta, skips in meta.text, skips, "leaves MLA groups out", "covers MLA groups")
+
+
+def _cpu_keeps_blocks(sources: Sources) -> Evidence:
+    path, name = file_of(CPU_RUNNER), "CPUModelRunner._zero_block_ids"
+    if "def _zero_block_ids" not in sources.text(path):
+        return Evidence(False, f"{path} has no {name}")
+    found = sources.function(path, name)
+    return evidence(found, "zero_()" not in found.text, "pass", "zeroes no block", "zeroes new blocks")
 
 
 def _dummy_writes(sources: Sources) -> Evidence:
@@ -359,6 +400,32 @@ PATCHES = (
         cost="one launch in a step that allocates blocks: 1.7 us for one of 28 layers on an H200",
         triton=True,
         requires=("mla_recording",),
+    ),
+    Patch(
+        name="cpu_block_zeroing",
+        incident="kv_reuse",
+        on_host=True,
+        summary="zeroes new blocks on a CPU, where vLLM's body is pass",
+        models="models with Mamba layers, served on a CPU",
+        versions=(("0.19.0", "0.24.0"),),
+        targets=(
+            Target(
+                CPU_RUNNER,
+                "CPUModelRunner._zero_block_ids",
+                ("self", "block_ids"),
+                after=_zero_on_cpu,
+                vital=True,
+            ),
+        ),
+        probe=_cpu_keeps_blocks,
+        mechanism=(
+            "vLLM zeroes new blocks in models with Mamba layers, whose blocks held recurrent state before. "
+            "On a CPU the function is empty: its comment says that -inf at invalid positions hides stale "
+            "data. It hides keys. The kernel multiplies a NaN among the values by 0, and each element of the "
+            "output is NaN. With the patch the blocks are zeroed as vLLM does from 0.25.0 on."
+        ),
+        threads=("vLLM #46347",),
+        cost="on the host one memset a block and layer, in a step that allocates blocks",
     ),
     Patch(
         name="dummy_slots",
