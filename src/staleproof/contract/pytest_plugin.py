@@ -49,9 +49,14 @@ class ContractFile(pytest.File):
     def collect(self) -> Iterable[pytest.Item]:
         from staleproof.child import ChildError
         from staleproof.contract.runner import subjects_in
+        from staleproof.device import DeviceError, select
 
         try:
+            # First: children on a CPU are then forked from a process that has imported torch.
+            select(self.config.getoption("--padding-contract-device"))
             subjects = subjects_in(str(self.path))
+        except DeviceError as error:
+            raise self.CollectError(f"--padding-contract-device: {error}") from error
         except ChildError as error:
             raise self.CollectError(f"{self.path.name} does not import: {error}") from error
         for subject in subjects:
