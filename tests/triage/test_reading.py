@@ -100,7 +100,7 @@ def test_one_line_is_enough_for_its_facts_and_says_no_more(line, known):
 def test_skipping_lines_without_a_mark_loses_no_fact(monkeypatch):
     texts = [path.read_text() for path in LOGS.glob("*.log")]
     quick = [log(text) for text in texts]
-    monkeypatch.setattr(read, "MARKS", ("",))
+    monkeypatch.setitem(table.terms("logs"), "marks", [""])
     assert [log(text) for text in texts] == quick
 
 

@@ -82,55 +82,44 @@ def as_json(facts: Facts, found: Sequence[Judgement]) -> str:
     >>> answer["answer"], answer["ask"], answer["rows"][0]["key"]
     ('not decided', ['--model'], 'undrained_ids')
     """
-    rows = [
-        {
-            "key": one.row.key,
-            "incident": one.row.incident,
-            "status": one.status,
-            "do_now": plain(one.row.flag) if one is found[0] and one.leads else None,
-            "because": [*one.because, *one.signs, *one.reported],
-            "not_known": one.unknown,
-            "only_with": one.setup,
-            "also_needs": one.row.also or None,
-            "measured_otherwise": one.measured,
-            "against": one.against,
-            "flag": plain(one.row.flag),
-            "affected": one.row.affected,
-            "release": one.row.release,
-            "patches": [
-                dict(zip(("patch", "state", "touches"), line, strict=True))
-                for line in patch_lines(one.row, facts)
-            ],
-            "confirm": plain(one.row.confirm),
-            "control": CONTROL,
-            "not_when": plain(one.row.not_when),
-            "notebook": f"notebooks/{one.row.notebook}",
-            "ceiling": ceiling(one.row),
-            "evidence": [
-                {"grade": item.grade, "says": item.says, "rests_on": item.rests_on}
-                for item in one.row.evidence
-            ],
-        }
-        for one in ([] if facts.server else found)
-    ]
     other, where = judge.looks_like(facts, found)
+    hidden = {"lines", "in_place", "others", "options", "failed", "server"}
     answer: dict[str, Any] = {
-        "symptoms": facts.symptoms,
-        "known": facts.known,
-        "traits": facts.traits,
-        "origin": facts.origin,
-        "helped": facts.helped,
+        **{name: value for name, value in vars(facts).items() if name not in hidden},
         "did_not_help": facts.failed,
-        "notes": facts.notes,
         "server": facts.server or "vllm",
         "answer": kind(facts, found),
-        "ask": [judge.option(name) for name in judge.deciding(facts, found)] if not facts.server else [],
+        "ask": [judge.option(name) for name in judge.deciding(facts, found) if not facts.server],
         "looks_like": {"says": other, "by": where} if other and not facts.server else None,
         "known_there_as": judge.elsewhere(facts),
         "next": [symptoms()[symptom]["next"] for symptom in facts.symptoms],
-        "rows": rows,
+        "rows": [_as_dict(one, facts, one is found[0]) for one in found if not facts.server],
     }
     return json.dumps(answer, indent=1, ensure_ascii=False)
+
+
+def _as_dict(one: Judgement, facts: Facts, first: bool) -> dict[str, Any]:
+    """A row and how it stands; ``do_now`` has a text only in the headline."""
+    cells = {
+        name: plain(getattr(one.row, name))
+        for name in ("see", "flag", "confirm", "not_when", "also", "release")
+    }
+    patches = [
+        dict(zip(("patch", "state", "touches"), line, strict=True)) for line in patch_lines(one.row, facts)
+    ]
+    return {
+        "key": one.row.key,
+        "incident": one.row.incident,
+        "do_now": cells["flag"] if first and one.leads else None,
+        **{name: value for name, value in vars(one).items() if name != "row"},
+        **cells,
+        "affected": one.row.affected,
+        "control": CONTROL,
+        "patches": patches,
+        "notebook": f"notebooks/{one.row.notebook}",
+        "ceiling": ceiling(one.row),
+        "evidence": [{**vars(item), "rests_on": item.rests_on} for item in one.row.evidence],
+    }
 
 
 def as_text(facts: Facts, found: Sequence[Judgement], width: int = 80, *, verbose: bool = False) -> str:
@@ -145,142 +134,113 @@ def as_text(facts: Facts, found: Sequence[Judgement], width: int = 80, *, verbos
     >>> print(as_text(Facts(), judge.judge_all(Facts())).splitlines()[0])
     known: nothing
     """
-    return "\n".join(_lines(facts, found, min(width, 100), verbose))
+    lines: list[str] = []
+    for first, text in _parts(facts, found, verbose):
+        lines += wrapped(text, min(width, 100), first, " " * min(len(first), 13))
+    return "\n".join(lines)
 
 
-def _lines(facts: Facts, found: Sequence[Judgement], width: int, verbose: bool) -> Iterator[str]:
-    names = [
-        name for name in (*ASK, *facts.known) if name in facts.known and name not in ("symptom", "model")
-    ]
-    known = ["symptom"] * bool(facts.symptoms) + names
-    known += [name for name in ("model", "setup") if not says(facts, name).endswith(f"{name} ")]
-    yield from _wrap(
-        "known: ", "; ".join(says(facts, name) for name in dict.fromkeys(known)) or "nothing", width
-    )
+def _parts(facts: Facts, found: Sequence[Judgement], verbose: bool) -> Iterator[tuple[str, str]]:
+    """The answer's parts: how a line begins, and its text."""
+    names = ["symptom", *(name for name in (*ASK, *facts.known) if name in facts.known), "model", "setup"]
+    known = [said for name in dict.fromkeys(names) if not (said := says(facts, name)).endswith(f"{name} ")]
+    yield "known: ", "; ".join(known) or "nothing"
     for name, tried in (("helped: ", facts.helped), ("did not help: ", facts.failed)):
         if tried:
-            yield from _wrap(name, ", ".join(tried), width)
-    for note in dict.fromkeys(facts.notes):
-        yield from _wrap("note: ", note, width)
-    yield ""
+            yield name, ", ".join(tried)
+    yield from (("note: ", note) for note in dict.fromkeys(facts.notes))
+    yield "", ""
     if facts.server:
-        yield from _wrap(
-            "another server: ", f"{facts.server} ({facts.origin['server']}). The table is of vLLM.", width
-        )
-        for line in judge.elsewhere(facts):
-            yield from _wrap("  known there: ", line, width)
+        yield "another server: ", f"{facts.server} ({facts.origin['server']}). The table is of vLLM."
+        yield from (("  known there: ", line) for line in judge.elsewhere(facts))
         return
-    answer = kind(facts, found)
     first = found[0]
     other, where = judge.looks_like(facts, found)
     if first.leads:
-        yield from _headline(first, facts, width, verbose)
+        yield from _headline(first, facts, verbose)
         if other:
-            yield from _wrap("but it may also be: ", f"{other} ({where})", width)
+            yield "but it may also be: ", f"{other} ({where})"
     elif other:
-        yield from _wrap(f"{NONE}. This looks like ", f"{other} ({where}).", width)
-    elif answer == OPEN:
-        yield from _question(facts, found, width)
+        yield f"{NONE}. This looks like ", f"{other} ({where})."
+    elif kind(facts, found) == OPEN:
+        yield _question(facts, found)
     else:
-        yield from _wrap(
-            f"{NONE}: ", "no row fits, which is the normal answer. A wrong fact above would mislead.", width
-        )
-    yield ""
-    yield from _further(facts, found[first.leads :], width, ruled_out=bool(other), led=first.leads)
+        yield f"{NONE}: ", "no row fits, which is the normal answer. A wrong fact above would mislead."
+    yield "", ""
+    yield from _further(facts, found[first.leads :], "not ruled out:" if other else "may fit:")
     if not first.leads:
-        for symptom in facts.symptoms:
-            yield from _wrap(f"next ({symptom}): ", symptoms()[symptom]["next"], width)
+        yield from ((f"next ({name}): ", symptoms()[name]["next"]) for name in facts.symptoms)
     if verbose:
-        yield from _against(found, width)
+        yield from _against(found)
     elif first.alive:
-        yield from _wrap("", "-v says why, by what evidence, and what speaks against", width)
+        yield "", "-v says why, by what evidence, and what speaks against"
 
 
-def _question(facts: Facts, found: Sequence[Judgement], width: int) -> Iterator[str]:
+def _question(facts: Facts, found: Sequence[Judgement]) -> tuple[str, str]:
     """The missing fact that would decide, and what it decides."""
-    for name in judge.deciding(facts, found)[:1]:
+    for name in judge.deciding(facts, found):
         ask = f"--symptom {CHOICES}" if name == "symptom" else judge.option(name)
-        weighs = [
-            text for one in found if one.status == OPEN for text in one.row.weighs.get(name, {}).values()
-        ]
-        why = f" Here it decides: {weighs[0]}." if weighs else ""
-        yield from _wrap(f"not decided: {ask}? ", f"{ASK[name]}{why}", width)
-        return
-    yield from _wrap(
-        "not decided: ", "the release is not one that we read; of those these rows come nearest.", width
-    )
+        open_rows = [one.row.weighs.get(name, {}) for one in found if one.status == OPEN]
+        weighs = [f" Here it decides: {text}." for by in open_rows for text in by.values()]
+        return f"not decided: {ask}? ", ASK[name] + "".join(weighs[:1])
+    return "not decided: ", "the release is not one that we read; of those these rows come nearest."
 
 
-def _further(
-    facts: Facts, rows: Sequence[Judgement], width: int, *, ruled_out: bool, led: bool
-) -> Iterator[str]:
+def _further(facts: Facts, rows: Sequence[Judgement], title: str) -> Iterator[tuple[str, str]]:
     """Other rows: what may fit and what would decide, what was measured otherwise, and what is rare."""
     if not facts.symptoms:
         keys = [one.row.key for one in rows if one.status in (OPEN, MEASURED)]
-        yield from _wrap("release and deployment do not rule out: ", ", ".join(keys) or "no row", width)
+        yield "release and deployment do not rule out: ", ", ".join(keys) or "no row"
         return
     may = [one for one in rows if one.leads or one.status == OPEN]
     if may:
-        yield "not ruled out:" if ruled_out else "may fit as well:" if led else "may fit:"
+        yield title, ""
     for one in may[:SHOWN]:
         needs = [*map(one.asks, one.unknown)]
         if "version" in one.unknown and "version" in facts.known:
             needs = [need for need in needs if need != "--version"] + [f"a release of {one.row.affected}"]
-        more = "; ".join([*one.signs, *one.reported, *needs]) or one.status
-        yield from _wrap(f"  {one.row.key}: ", more, width)
+        yield f"  {one.row.key}: ", "; ".join([*one.signs, *one.reported, *needs]) or one.status
     if len(may) > SHOWN:
-        yield from _wrap("  and ", ", ".join(one.row.key for one in may[SHOWN:]), width)
+        yield "  and ", ", ".join(one.row.key for one in may[SHOWN:])
     for one in rows:
         if one.status == MEASURED and not (one.unknown and facts.helped):
-            yield from _wrap(f"measured otherwise: {one.row.key}: ", "; ".join(one.measured), width)
+            yield f"measured otherwise: {one.row.key}: ", "; ".join(one.measured)
     rare: dict[str, list[str]] = {}
     for one in rows:
         if one.status == UNLESS:
             rare.setdefault(judge.condition(one.setup[0]), []).append(one.row.key)
     if rare:
-        yield "only with:"
-    for condition, keys in rare.items():
-        yield from _wrap("  ", f"{condition}: {', '.join(keys)}", width)
+        yield "only with:", ""
+    yield from (("  ", f"{condition}: {', '.join(keys)}") for condition, keys in rare.items())
 
 
-def _headline(one: Judgement, facts: Facts, width: int, verbose: bool) -> Iterator[str]:
+def _headline(one: Judgement, facts: Facts, verbose: bool) -> Iterator[tuple[str, str]]:
     row = one.row
     patches = ", ".join(f"{patch}: {state}, {touches}" for patch, state, touches in patch_lines(row, facts))
-    use = ""
     if f": {status.WOULD}" in patches and "does not touch" not in patches:
-        use = ". Install beside vLLM (pip install .), restart; STALEPROOF_PATCHES=none: off"
-    yield from _wrap(f"{one.status}: ", f"{row.key} (evidence: {row.grade}). {plain(row.see)}", width)
-    yield from _fields(
-        width,
+        patches += ". Install beside vLLM (pip install .), restart; STALEPROOF_PATCHES=none: off"
+    yield f"{one.status}: ", f"{row.key} (evidence: {row.grade}). {plain(row.see)}"
+    fields = [
         ("do now", f"{plain(row.flag)}; release: {row.release}"),
         ("confirm", f"{plain(row.confirm)} {CONTROL}."),
         ("not when", plain(row.not_when)),
-        ("patch", (patches or "none") + use),
+        ("patch", patches or "none"),
         ("only if", row.also),
         ("signs", "; ".join([*one.signs, *one.reported])),
         ("read", f"notebooks/{row.notebook}; staleproof run {row.incident}"),
-        *(("because", "; ".join(one.because)), ("evidence", ceiling(row))) * verbose,
-        *[("", f"{e.grade}: {e.says} [{e.rests_on}]") for e in row.evidence] * verbose,
-    )
+    ]
+    if verbose:
+        fields += [("because", "; ".join(one.because)), ("evidence", ceiling(row))]
+        fields += [("", f"{item.grade}: {item.says} [{item.rests_on}]") for item in row.evidence]
+    yield from ((f"   {name:<10}", text) for name, text in fields if text)
 
 
-def _against(found: Sequence[Judgement], width: int) -> Iterator[str]:
-    yield ""
-    yield "speaks against:"
+def _against(found: Sequence[Judgement]) -> Iterator[tuple[str, str]]:
+    yield "", ""
+    yield "speaks against:", ""
     elsewhere = [one.row.key for one in found if any(text.startswith("its symptom") for text in one.against)]
     if elsewhere:
-        yield from _wrap("  another symptom: ", ", ".join(elsewhere), width)
+        yield "  another symptom: ", ", ".join(elsewhere)
     for one in found:
         if one.status == AGAINST and one.row.key not in elsewhere:
-            yield from _wrap(f"  {one.row.key}: ", "; ".join(one.against), width)
-
-
-def _fields(width: int, *fields: tuple[str, str]) -> Iterator[str]:
-    """Names and texts below each other; what has no text is left out."""
-    for name, text in fields:
-        if text:
-            yield from _wrap(f"   {name:<10}", text, width)
-
-
-def _wrap(first: str, text: str, width: int) -> Iterator[str]:
-    yield from wrapped(text, width, first, " " * min(len(first), 13))
+            yield f"  {one.row.key}: ", "; ".join(one.against)

@@ -7,7 +7,7 @@ said stays unknown. An option that a command line, or vLLM's own line of options
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from staleproof.triage.table import engine, terms
@@ -15,37 +15,11 @@ from staleproof.vllm import releases
 from staleproof.vllm.sources import numbers
 
 # Fact -> one line that asks for it.
-ASK = {
-    "symptom": "What do you see?",
-    "version": "Which vLLM release? (e.g. 0.18.1)",
-    "model": "Which model? (its name, or mla, moe, hybrid, dense)",
-    "gpu": "Which GPU? (e.g. H200, B200, MI300X, cpu)",
-    "backend": "Which attention backend? (in the log after 'Using', e.g. FLASHINFER_MLA)",
-    "graphs": "Which CUDA graphs? (full, piecewise, none)",
-    "quant": "Which quantisation? (nvfp4, mxfp4, fp8-block, fp8-tensor: one scale a tensor, other, none)",
-    "moe_backend": "Which MoE backend? (in the log after 'Using', e.g. FLASHINFER_CUTLASS)",
-    "prefill": "Which MLA prefill backend? (in the log, e.g. TRTLLM_RAGGED)",
-    "scheduling": "Asynchronous scheduling? (async, sync; the log says at start)",
-    "phase": "When? (start, serving)",
-}
+ASK: Mapping[str, str] = terms("ask")
 MODEL = "mla", "moe", "hybrid"
-# What most servers do not have: a row that needs one of these never leads while it is unknown.
-SETUP = {
-    "dp": "data parallelism",
-    "ep": "expert parallelism",
-    "dcp": "decode context parallelism",
-    "pp": "pipeline parallelism",
-    "spec": "speculative tokens",
-    "lora": "LoRA",
-    "kv-transfer": "a KV connector",
-    "priority": "--scheduling-policy priority",
-    "simulated-routing": "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
-    "nan-bias": "a NaN in the router's bias",
-    "batch-invariant": "VLLM_BATCH_INVARIANT",
-    "nvfp4-kv": "an NVFP4 KV cache",
-}
-# Traits that vLLM's options say, so that they are known to be off where the options are known.
-OPTIONAL = "dp", "ep", "dcp", "pp", "spec", "lora", "kv-transfer", "priority", "nvfp4-kv"
+SETUP: Mapping[str, str] = terms("setup")
+# Those that vLLM's options say, so that they are known to be off where the options are known.
+OPTIONAL = {said.removeprefix("with ") for key, said in terms("options").items() if key.islower()} & {*SETUP}
 SCALED = {"fp8-tensor", "fp8-block"}
 
 
@@ -82,10 +56,10 @@ class Facts:
     server: str = ""
     notes: list[str] = field(default_factory=list)
 
-    def learn(self, name: str, given: str, origin: str) -> None:
+    def learn(self, name: str, given: str, origin: str, *, note: bool = True) -> None:
         """Take a fact as a person or a log spells it; a later one replaces an earlier one.
 
-        A word that we do not know becomes a note, and the fact stays as it was.
+        A word that we do not know becomes a note, unless none is wanted, and the fact stays as it was.
 
         >>> facts = Facts()
         >>> facts.learn("gpu", "NVIDIA GB200", "--gpu"); facts.learn("model", "DeepSeek-R1", "--model")
@@ -94,7 +68,7 @@ class Facts:
         >>> facts.learn("gpu", "voodoo2", "--gpu"); facts.notes
         ['--gpu: voodoo2 is no word for gpu that we know; answered without it']
         """
-        word = given.strip().strip("'\"")
+        word, notes = given.strip().strip("'\""), len(self.notes)
         if name == "symptom":
             self.see(word, origin)
         elif name == "version":
@@ -107,6 +81,7 @@ class Facts:
                 self.known[name], self.origin[name] = found, origin
         elif name != "quant" or word.lower().replace("_", "-") not in terms("formats"):
             self.notes.append(f"{origin}: {word} is no word for {name} that we know; answered without it")
+        del self.notes[len(self.notes) if note else notes :]
 
     def see(self, symptom: str, origin: str) -> None:
         """Take a symptom; several may be true."""
@@ -210,7 +185,7 @@ class Facts:
                     known[name], self.origin[name] = word, f"{remedy} helped"
         if self.options:
             default = f"default: not in the options of {self.options}"
-            for trait in OPTIONAL:
+            for trait in sorted(OPTIONAL):
                 if trait not in self.traits:
                     self.trait(trait, False, default)
             if known.get("gpu") not in ("cpu", "xpu"):
