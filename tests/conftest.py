@@ -41,6 +41,16 @@ def _children_have_the_variables_of_the_session():
 
 
 @pytest.fixture(autouse=True)
+def _no_child_is_left(request):
+    """No child process of a test outlives it."""
+    yield
+    left = [*children._running]
+    children.end_all()
+    if left:
+        pytest.fail(f"{request.node.name} leaves {len(left)} child processes")
+
+
+@pytest.fixture(autouse=True)
 def _no_vllm_is_left(request):
     """A made-up vLLM that a test leaves would be the vLLM of whatever test its process runs next."""
     before = sys.modules.get("vllm")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cases import jobs
+from tests import jobs
 
 from staleproof import child
 from staleproof.child import ChildError
@@ -130,7 +130,7 @@ def test_what_is_missing_is_not_run_with_its_reason_and_expects_nothing():
         if subject == "imports":
             importlib.import_module("no_such_package.at_all")
         if subject == "child":
-            raise ChildError("ended with 1 and said: no memory")
+            raise ChildError("ended with 1: no memory")
         return not_run("needs\nSM100") if subject == "refuses" else GOOD
 
     def needs(subject, device):
@@ -143,7 +143,7 @@ def test_what_is_missing_is_not_run_with_its_reason_and_expects_nothing():
         "no absent on cpu",
         "engine a: out of memory",
         "no_such_package is not installed",
-        "ended with 1 and said: no memory",
+        "ended with 1: no memory",
         "needs SM100",
     ]
     assert {(f.verdict, f.ok, f.failed, f.expected, f.grade) for f in others} == {

@@ -1,7 +1,7 @@
 """Child processes: for code that may crash, hang or run out of memory without harming the caller.
 
-A child runs one importable function. It reports with :func:`tell` as it goes, so that its answers
-survive a later crash. Every child has a time limit, and a process group of its own, so that the
+A child runs one importable function. It reports with :func:`report` as it goes, so that its
+answers survive a later crash. Every child has a time limit, and a process group of its own, so that the
 processes it starts end with it. :func:`end_all` ends whatever still runs; the question runner calls
 it when it stops, for whatever reason.
 
@@ -41,7 +41,6 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
-from staleproof import device
 from staleproof.check import require
 
 # Names the file of a child's answers. Not its standard output: libraries print there.
@@ -69,14 +68,14 @@ class Ended:
     """How a child ended.
 
     Attributes:
-        told: what it passed to :func:`tell`, in order, also if it crashed afterwards.
+        answers: what it passed to :func:`report`, in order, also if it crashed afterwards.
         code: its exit code, or ``None`` if the time limit ended it.
         stdout: its standard output.
         stderr: its standard error.
         limit_s: the time limit it had, in seconds.
     """
 
-    told: list[Any]
+    answers: list[Any]
     code: int | None
     stdout: str
     stderr: str
@@ -96,9 +95,9 @@ class Ended:
         """
         if self.code is None:
             raise ChildError(f"gave no answer within {self.limit_s:.0f} s")
-        if self.code != 0 or not self.told:
-            raise ChildError(f"ended with {self.code} and said: {self.last_line or 'nothing'}")
-        return self.told[-1]
+        if self.code != 0 or not self.answers:
+            raise ChildError(f"ended with {self.code}: {self.last_line or 'no output'}")
+        return self.answers[-1]
 
 
 class Forked:
@@ -238,7 +237,7 @@ def _run_forked(env: Mapping[str, str], folder: str, path: list[str], files: Map
 class Child:
     """One running child process; see :func:`start`."""
 
-    def __init__(self, command: Sequence[str], order: bytes, env: Mapping[str, str], prefixed: bool) -> None:
+    def __init__(self, order: bytes, env: Mapping[str, str], command: Sequence[str] = ()) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="staleproof-")
         names = ("order", "report", "stdout", "stderr")
         self._files = files = {name: Path(self._folder.name) / name for name in names}
@@ -250,8 +249,9 @@ class Child:
             files["stderr"].open("wb") as stderr,
         ):
             # Files, not pipes: a child blocks on a full pipe that nobody reads.
-            self._process = (None if prefixed else _forked(whole, files)) or subprocess.Popen(
-                command, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, env=whole
+            new = [*command] or [sys.executable, "-m", "staleproof.child"]
+            self._process = (None if command else _forked(whole, files)) or subprocess.Popen(
+                new, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, env=whole
             )
         _running.add(self)
 
@@ -267,10 +267,10 @@ class Child:
             code = None
         finally:
             self.end()
-        told = _read_answers(self._files["report"])
+        answers = _read_answers(self._files["report"])
         stdout, stderr = (self._files[name].read_text(errors="replace") for name in ("stdout", "stderr"))
         self._folder.cleanup()
-        return Ended(told, code, stdout, stderr, timeout_s)
+        return Ended(answers, code, stdout, stderr, timeout_s)
 
     def poll(self) -> int | None:
         """Its exit code, or ``None`` while it runs."""
@@ -291,28 +291,22 @@ class Child:
 
 def _read_answers(path: Path) -> list[Any]:
     """A child's answers; a crash can cut the last one short, and then it is left out."""
-    told: list[Any] = []
+    answers: list[Any] = []
     if not path.exists():
-        return told
-    with path.open("rb") as report, contextlib.suppress(EOFError, pickle.UnpicklingError):
+        return answers
+    with path.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
         while True:
-            told.append(pickle.load(report))
-    return told
+            answers.append(pickle.load(file))
+    return answers
 
 
-def start(
-    function: Callable[..., object],
-    *args: Any,
-    env: Mapping[str, str] | None = None,
-    prefix: Sequence[str] = (),
-) -> Child:
+def start(function: Callable[..., object], *args: Any, env: Mapping[str, str] | None = None) -> Child:
     """Start ``function(*args)`` in a process of its own.
 
     Args:
         function: importable by its module and name.
         args: picklable.
         env: variables to set beside the caller's.
-        prefix: a program that runs the process, with its options, e.g. compute-sanitizer.
 
     Returns:
         The child, for :meth:`Child.wait`. The function's result is its last answer, unless it is
@@ -326,8 +320,7 @@ def start(
     order = pickle.dumps((function.__module__, function.__qualname__, args))
     # The child must be able to import whatever the caller can.
     paths = os.pathsep.join(filter(None, sys.path))
-    command = [*prefix, sys.executable, "-m", "staleproof.child"]
-    return Child(command, order, {"PYTHONPATH": paths, **(env or {})}, bool(prefix))
+    return Child(order, {"PYTHONPATH": paths, **(env or {})})
 
 
 def _require_importable(function: Callable[..., object]) -> None:
@@ -337,14 +330,10 @@ def _require_importable(function: Callable[..., object]) -> None:
 
 
 def call(
-    function: Callable[..., object],
-    *args: Any,
-    timeout_s: float,
-    env: Mapping[str, str] | None = None,
-    prefix: Sequence[str] = (),
+    function: Callable[..., object], *args: Any, timeout_s: float, env: Mapping[str, str] | None = None
 ) -> Ended:
     """Run ``function(*args)`` in a process of its own and wait for it; see :func:`start`."""
-    return start(function, *args, env=env, prefix=prefix).wait(timeout_s)
+    return start(function, *args, env=env).wait(timeout_s)
 
 
 def call_ranks(
@@ -383,7 +372,7 @@ def call_ranks(
     with tempfile.TemporaryDirectory(prefix="staleproof-") as folder:
         try:
             for rank in range(ranks):
-                started.append(start(_rank, function, rank, f"file://{folder}/meeting", *args, env=env))
+                started.append(start(function, rank, f"file://{folder}/meeting", *args, env=env))
             # The first rank that fails has the reason; the others then fail or wait for it.
             while time.monotonic() < deadline:
                 codes = [child.poll() for child in started]
@@ -404,35 +393,6 @@ def call_ranks(
                 child.end()
 
 
-def _rank(function: Callable[..., object], *args: Any) -> object:
-    """In the process of a rank: run it."""
-    # What multiplies matrices has imported torch.
-    if device.interpreting() and "torch" in sys.modules:
-        _multiply_in_float32()
-    return function(*args)
-
-
-def _multiply_in_float32() -> None:
-    """On a CPU without AVX-512, give this process another product of bfloat16 matrices.
-
-    Torch's own takes a hundred times as long there as one of float32. This one adds in float32 and rounds
-    once, as torch's does.
-    """
-    import torch
-
-    if "AVX512" in torch.backends.cpu.get_cpu_capability():
-        return
-    multiply = torch.matmul
-
-    def product(a: Any, b: Any, *, out: Any = None) -> Any:
-        if not a.dtype == b.dtype == torch.bfloat16:
-            return multiply(a, b, out=out)
-        result = multiply(a.float(), b.float()).bfloat16()
-        return result if out is None else out.copy_(result)
-
-    torch.Tensor.__matmul__ = torch.matmul = product  # type: ignore[method-assign,assignment]
-
-
 def _at_most(limit_s: float) -> float:
     """Seconds of a limit, or those left :func:`within` another."""
     return max(0.0, min(limit_s, _deadline - time.monotonic()))
@@ -449,10 +409,10 @@ def within(limit_s: float) -> Iterator[None]:
         _deadline = before
 
 
-def tell(answer: Any) -> None:
+def report(answer: Any) -> None:
     """Called in a child: report one picklable answer now, so that it survives a later crash."""
-    with open(os.environ[REPORT], "ab") as report:
-        report.write(pickle.dumps(answer))
+    with open(os.environ[REPORT], "ab") as file:
+        file.write(pickle.dumps(answer))
 
 
 def end_all() -> None:
@@ -476,7 +436,7 @@ def run_order(order: bytes) -> None:
         function = getattr(function, part)
     answer = function(*args)
     if answer is not None:
-        tell(answer)
+        report(answer)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def _record(root: Path, findings: list[Finding], name: str = "a-gpu") -> Path:
 
 @pytest.mark.parametrize("command", ["run", "list", "report", "compare"])
 def test_a_spoilt_recorded_run_is_named_and_hides_no_other(root, incident, capsys, command):
-    """What else makes a run one that cannot be read: tests/cases/test_store.py."""
+    """What else makes a run one that cannot be read: tests/test_runs.py."""
     incident(clean)
     folder = _record(root, [leaked(), clean()])
     _record(root, [leaked(), clean()], "b-gpu")

@@ -421,7 +421,7 @@ def test_module_that_does_not_import_or_registers_nothing_is_an_answer(tmp_path,
     )
     assert found["misnamed.py"].note.endswith(f"({modules[1]}, line 2)")
     assert "hiden: expected a size of rows" in found["misnamed.py"].note
-    assert found["leaves.py"].note == "does not import: ended with 3 and said: nothing"
+    assert found["leaves.py"].note == "does not import: ended with 3: no output"
     assert found["nothing.py"].note == "registers no kernel"
 
 

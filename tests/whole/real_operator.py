@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from staleproof.child import tell
+from staleproof.child import report
 from staleproof.incidents.published_unwritten import leak
 from staleproof.vllm.live import SWITCH
 from staleproof.vllm.plugin import PORT
@@ -30,7 +30,7 @@ def operate() -> None:
         _wait_for(wanted)
         text = leak.visits(engine).text
         told[state] = {"text": text, "metrics": _metrics(), "live": _live()}
-    tell(told)
+    report(told)
 
 
 def _address() -> str:

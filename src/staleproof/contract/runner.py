@@ -190,7 +190,7 @@ def subjects_in(module: str) -> list[Subject]:
     try:
         found: list[Subject] = ended.answer()
     except children.ChildError as error:
-        said = str(error).removeprefix("ended with 1 and said: ")
+        said = str(error).removeprefix("ended with 1: ")
         raise children.ChildError(f"{said}{_place(ended.stderr)}") from error
     return found
 
@@ -234,7 +234,7 @@ def ask(module: str, questions: Questions, device: str, limit_s: float, folder: 
             reproducer.keep_in(file)
             # First the script of a call that ends the process: then no child is left to make it.
             text = reproducer.script(subject, clause, "", None) if file else ""
-            children.tell((name, clause, None, text))
+            children.report((name, clause, None, text))
             # What earlier kernels printed is not this one's.
             print(_BEGINS, file=sys.stderr, flush=True)
             faulthandler.dump_traceback_later(limit_s, exit=True)
@@ -244,7 +244,7 @@ def ask(module: str, questions: Questions, device: str, limit_s: float, folder: 
             if answer.example and file:
                 torch.save(answer.example, file)
                 text = reproducer.script(subject, clause, answer.note, answer.example)
-            children.tell((name, clause, replace(answer, example=None), text))
+            children.report((name, clause, replace(answer, example=None), text))
             if not alive:
                 os._exit(1)
             if clause == "0" and not _goes_on(answer):
@@ -300,7 +300,7 @@ def answers(
             limit = START_S + limit_s * sum(len(clauses) for _, clauses in questions)
             ended = children.call(ask, module, questions, device, limit_s, folder, timeout_s=limit)
             texts: dict[tuple[str, str], str] = {}
-            for kernel, clause, answer, text in ended.told:
+            for kernel, clause, answer, text in ended.answers:
                 texts[kernel, clause] = text
                 if answer is not None:
                     known[kernel][clause] = answer

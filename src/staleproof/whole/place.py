@@ -129,7 +129,7 @@ def call(
     """Run ``function(*args)`` in a child process of the environment with the vLLM, and wait for it.
 
     Args:
-        function: importable there, from this staleproof; it may :func:`~staleproof.child.tell`.
+        function: importable there, from this staleproof; it may :func:`~staleproof.child.report`.
         args: picklable, without torch.
         env: variables beside :data:`SET`.
         timeout_s: the child is ended then.
@@ -150,4 +150,4 @@ def call(
     unset = [word for name in UNSET for word in ("-u", name)]
     command = ["env", *unset, str(interpreter), "-m", "staleproof.child"]
     order = pickle.dumps((function.__module__, function.__qualname__, args))
-    return child.Child(command, order, env, prefixed=True).wait(timeout_s)
+    return child.Child(order, env, command).wait(timeout_s)

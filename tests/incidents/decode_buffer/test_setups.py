@@ -39,5 +39,5 @@ def test_server_with_a_module_level_buffer_leaves_none_behind():
 
 @pytest.mark.gpu
 def test_server_process_that_dies_is_an_error(device):
-    with pytest.raises(child.ChildError, match="ended with 1 and said: KeyError: 'no such variant'"):
+    with pytest.raises(child.ChildError, match="ended with 1: KeyError: 'no such variant'"):
         run_servers([ServerCase("no such variant")], device)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from staleproof.child import tell
+from staleproof.child import report
 from staleproof.lab import Answer, Fix, Incident, Scene, bad, good
 from staleproof.vllm.plugin import VARIABLE, patches
 from staleproof.vllm.sources import within
@@ -75,7 +75,7 @@ def hybrid(states: Sequence[str], requests: int) -> None:
             "blocks_given": len(found),
             "held_nan": sum(one.nan > 0 for one in found),
         }
-        tell(told)
+        report(told)
 
 
 def waiting(requests: int) -> dict[str, Any]:

@@ -471,7 +471,7 @@ def _no_sleep_mode(outside: bool, device: str) -> str | None:
 def slept(outside: bool, device: str) -> Answer:
     """vLLM's sleep mode unmaps and remaps memory. Does a zeroer zero exactly its blocks afterwards?"""
     ended = child.call(_sleep_and_wake, outside, timeout_s=120)
-    return ended.answer() if ended.told else bad("died", note=ended.last_line)
+    return ended.answer() if ended.answers else bad("died", note=ended.last_line)
 
 
 def _sleep_and_wake(outside: bool) -> Answer:

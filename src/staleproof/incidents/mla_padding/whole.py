@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from staleproof.child import tell
+from staleproof.child import report
 from staleproof.grades import Evidence, Grade
 from staleproof.lab import Answer, Fix, Incident, MissingError, bad, good, needs_cuda
 from staleproof.vllm.plugin import VARIABLE
@@ -71,7 +71,7 @@ def ask(backend: str, options: dict[str, Any]) -> None:
     served = engine.serve(load, ends=False)
     torch.cuda.synchronize()
     nan = [out.isnan().flatten(1).any(1).tolist() for out in kept.values()]
-    tell(
+    report(
         {
             "layers": len(nan),
             "padding": sum(map(sum, (rows[LIVE:] for rows in nan))),

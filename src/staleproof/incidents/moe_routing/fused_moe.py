@@ -89,8 +89,8 @@ def call_installed(name: str, device: str, shape: Shape = SHAPE) -> Answer:
         Python error is ``not run``: it says nothing about the kernel.
     """
     ended = child.call(_in_child, CALLS[name], shape, device, timeout_s=300, env={"TRITON_INTERPRET": "0"})
-    if ended.told:
-        result: Answer = ended.told[-1]
+    if ended.answers:
+        result: Answer = ended.answers[-1]
         return result
     if ended.code == 1:
         return not_run(ended.last_line)
@@ -126,7 +126,7 @@ def _in_child(call: Call, shape: Shape, device: str) -> Answer:
     except RuntimeError as error:
         if CUDA_ILLEGAL_ACCESS not in str(error):
             raise
-        child.tell(bad(CUDA_ILLEGAL_ACCESS, note=str(error).strip().splitlines()[0]))
+        child.report(bad(CUDA_ILLEGAL_ACCESS, note=str(error).strip().splitlines()[0]))
         # The CUDA context is lost: leave without the clean-up, which would call CUDA again.
         os._exit(3)
     want = _reference(x, w1, w2, weights, ids).cpu()

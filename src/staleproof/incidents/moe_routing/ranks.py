@@ -6,7 +6,7 @@ Each rank is a process of its own, even if there is only one. Requests are assig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -114,9 +114,30 @@ def serve_ranks(settings: Sequence[Setting], device: str, *, timeout_s: float = 
     return [add(of_setting) for of_setting in zip(*by_rank, strict=True)]
 
 
+def _multiply_in_float32() -> None:
+    """On a CPU without AVX-512, give this process another product of bfloat16 matrices.
+
+    Torch's own takes a hundred times as long there as one of float32. This one adds in float32 and rounds
+    once, as torch's does.
+    """
+    if "AVX512" in torch.backends.cpu.get_cpu_capability():
+        return
+    multiply = torch.matmul
+
+    def product(a: Any, b: Any, *, out: Any = None) -> Any:
+        if not a.dtype == b.dtype == torch.bfloat16:
+            return multiply(a, b, out=out)
+        result = multiply(a.float(), b.float()).bfloat16()
+        return result if out is None else out.copy_(result)
+
+    torch.Tensor.__matmul__ = torch.matmul = product  # type: ignore[method-assign,assignment]
+
+
 def _serve_as_rank(rank: int, meeting: str, settings: Sequence[Setting], device: str) -> list[Passes]:
     """Run one rank in its own process; returns its passes for each setting."""
     torch.set_num_threads(1)
+    if device == "cpu":
+        _multiply_in_float32()
     if device == "cuda":
         device = f"cuda:{rank}"
         torch.cuda.set_device(device)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from staleproof import lab
-from staleproof.child import tell
+from staleproof.child import report
 from staleproof.incidents.published_unwritten.real import rows
 from staleproof.incidents.published_unwritten.scene import Memory
 from staleproof.lab import Fix, Incident, MissingError, Scene, bad, good, good_if
@@ -127,7 +127,7 @@ def ask(policy: str, states: Sequence[str]) -> None:
             "counted": {name: now - before.get(name, 0) for name, now in counters().items()},
             "reads": sorted({(_user(r.reader), r.block, _user(r.whose)) for r in memory.reads}),
         }
-        tell(told)
+        report(told)
 
 
 def _user(request: str) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from staleproof.child import tell
+from staleproof.child import report
 from staleproof.grades import Evidence, Grade
 from staleproof.lab import Answer, Fix, Incident, MissingError, Scene, bad, good, needs_cuda
 from staleproof.vllm import live
@@ -187,7 +187,7 @@ def ask(options: dict[str, Any]) -> None:
                     blocks = _blocks_written(bench, tokens) if kind == "prompt" else {}
                 same = one.tokens == two.tokens
                 rows.append(row(kind, n, name, one, right, same_after_another=same, **blocks))
-    tell([*rows, *_neighbours(bench)])
+    report([*rows, *_neighbours(bench)])
 
 
 def _blocks_written(bench: Bench, tokens: Sequence[int]) -> dict[str, Any]:

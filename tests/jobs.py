@@ -14,7 +14,7 @@ import time
 import weakref
 from pathlib import Path
 
-from staleproof.child import REPORT, tell
+from staleproof.child import REPORT, report
 
 
 def born(module: str) -> dict[str, object]:
@@ -35,16 +35,16 @@ def sigint() -> list[object]:
     return [signal.getsignal(signal.SIGINT), signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
 
 
-def tell_and_crash() -> None:
-    tell("first")
-    tell({"second": 2})
+def report_and_crash() -> None:
+    report("first")
+    report({"second": 2})
     os.abort()
 
 
-def tell_half_and_crash() -> None:
-    tell("whole")
-    with Path(os.environ[REPORT]).open("ab") as report:
-        report.write(pickle.dumps("an answer that is cut short")[:-9])
+def report_half_and_crash() -> None:
+    report("whole")
+    with Path(os.environ[REPORT]).open("ab") as file:
+        file.write(pickle.dumps("an answer that is cut short")[:-9])
     os._exit(7)
 
 
@@ -66,7 +66,7 @@ def sleep(place: str, seconds: float = 600) -> None:
     draft = Path(place).with_suffix(".part")
     draft.write_text(f"{os.getpid()} {grandchild.pid}")
     # Before the file is there: the caller may end this process at once.
-    tell("started")
+    report("started")
     draft.rename(place)
     time.sleep(seconds)
 

@@ -1,11 +1,8 @@
 """A recorded launch list freezes what a CUDA graph freezes."""
 
-from unittest import mock
-
 import pytest
 import torch
 
-from staleproof import graph as graphs
 from staleproof.evidence import plant, row_states
 from staleproof.graph import LaunchList, capture, padded_size
 from staleproof.ops.clear_empty_rows import clear_empty_rows
@@ -44,7 +41,7 @@ def test_python_does_not_run_at_replay(device):
     assert host["calls"] == calls
 
 
-def test_memory_nobody_writes_keeps_its_bytes_between_replays(device):
+def test_memory_that_no_launch_writes_keeps_its_bytes_between_replays(device):
     seen = {}
 
     def step():
@@ -67,7 +64,7 @@ def test_triton_launches_are_part_of_the_step(device):
     assert out[2:].eq(0).all()
 
 
-def test_a_launch_list_names_its_launches_and_no_allocation(device):
+def test_launch_list_names_launches_and_no_allocation(device):
     if device != "cpu":
         pytest.skip("a launch list stands for a CUDA graph on a CPU")
     seq_lens = torch.tensor([1, 0], dtype=torch.int32)
@@ -84,13 +81,13 @@ def test_a_launch_list_names_its_launches_and_no_allocation(device):
 
 
 @pytest.mark.parametrize("read", [torch.Tensor.item, torch.Tensor.nonzero])
-def test_reading_a_value_back_is_refused(device, read):
+def test_capture_that_reads_a_value_back_is_refused(device, read):
     x = torch.ones(1, device=device)
     with pytest.raises(RuntimeError, match=r"captur"):
         capture(lambda: read(x), device)
 
 
-def test_a_batch_replays_the_next_captured_size_and_a_larger_one_is_refused():
+def test_batch_replays_the_next_captured_size_and_a_larger_one_is_refused():
     sizes = {1: 1, 3: 4, 4: 4, 5: 8, 256: 256, 257: 272, 511: 512, 512: 512}
     assert {live: padded_size(live) for live in sizes} == sizes
     for live in (0, 513):
@@ -98,42 +95,7 @@ def test_a_batch_replays_the_next_captured_size_and_a_larger_one_is_refused():
             padded_size(live)
 
 
-def test_a_gpu_gets_a_cuda_graph_after_one_eager_step(monkeypatch):
-    steps = []
-    monkeypatch.setattr(graphs, "CudaGraph", lambda fn: ("captured", fn, len(steps)))
-
-    def step():
-        steps.append("ran")
-
-    assert capture(step, "cuda") == ("captured", step, 1)
-
-
-@pytest.mark.parametrize("pool", [None, "of an engine"])
-def test_a_cuda_graph_is_captured_after_two_runs_beside_the_current_stream(monkeypatch, pool):
-    cuda = mock.MagicMock()
-    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    graphs.CudaGraph(cuda.step, pool).replay()
-    side, current, graph = cuda.Stream(), cuda.current_stream(), cuda.CUDAGraph()
-    done = cuda.mock_calls[: -len(("Stream", "current_stream", "CUDAGraph"))]
-    inside = lambda way, *steps: [way, way.__enter__(), *steps, way.__exit__(None, None, None)]  # noqa: E731
-    step, call = mock.call.step(), mock.call
-    assert done == [
-        *(call.Stream(), call.current_stream(), call.Stream().wait_stream(current)),
-        *inside(call.stream(side), step, step),
-        *(call.current_stream(), call.current_stream().wait_stream(side), call.CUDAGraph()),
-        *inside(call.graph(graph, pool=pool), step),
-        call.CUDAGraph().replay(),
-    ]
-
-
-def test_sizes_that_are_captured_end_at_the_largest():
-    assert graphs.capture_sizes(7) == [1, 2, 4]
-    assert graphs.capture_sizes(280)[-4:] == [240, 248, 256, 272]
-    assert graphs.capture_sizes()[-2:] == [496, 512]
-
-
-def test_an_operation_that_writes_in_place_and_returns_something_new_is_replayed(device):
+def test_operation_that_writes_in_place_and_returns_a_new_tensor_is_replayed(device):
     x, seen = torch.zeros(4, device=device), {}
 
     def step():

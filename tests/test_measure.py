@@ -37,7 +37,7 @@ def test_quantiles_are_microseconds_a_launch():
     ("turns", "where"),
     [(measure.rotation(10**9, l2=1), measure.COLD), (measure.WARM, measure.WARM), (None, None)],
 )
-def test_times_that_something_else_took_are_rows_of_right_providers_alone(turns, where, capsys):
+def test_times_of_a_provider_with_a_wrong_result_are_left_out(turns, where, capsys):
     taken = dict.fromkeys(("limit: none", "peer", "peer without limits"), measure.Times(2.0, 1.0, 3.0))
     wrong = {"peer": "", "peer without limits": "row 3 is stale"}.__getitem__
     timing = measure.Timing(
@@ -51,27 +51,14 @@ def test_times_that_something_else_took_are_rows_of_right_providers_alone(turns,
     assert capsys.readouterr().out == "peer without limits: refused, row 3 is stale, bf16, 4 rows\n"
 
 
-@pytest.mark.parametrize("turns", [measure.Rotation(2, ("warm", "cold")), "warm", None])
-def test_closures_are_timed_in_each_way_of_their_rotation_or_in_the_one_that_is_named(monkeypatch, turns):
-    took = measure.Times(2.0, 1.0, 3.0)
-    monkeypatch.setattr(measure, "graph_times", lambda calls: took if calls == ["a", "b"] else None)
-    both = lambda calls, given: [(where, took) for where in given.caches if calls == ["a", "b"]]  # noqa: E731
-    monkeypatch.setattr(measure, "cached_times", both)
-    timing = measure.Timing(*("a", "k", "bf16", "rows", 4, 8, {"peer": ["a", "b"]}, turns), lambda name: "")
-    found = [(row["mode"], row["cache"], row["p50"]) for row in timing.rows()]
-    wheres = turns.caches if isinstance(turns, measure.Rotation) else (turns,)
-    # Two runs are compared by kernel, provider, mode and case.
-    assert found == [(f"bf16, {where}" if where else "bf16", where, 2.0) for where in wheres]
-
-
-def test_no_time_without_a_gpu(monkeypatch):
+def test_timing_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(measure.device, "provenance", lambda: Provenance.INTERPRETED)
     with pytest.raises(DeviceError, match="says nothing about time"):
         measure.graph_times([lambda: None])
 
 
 @pytest.mark.parametrize("provider", ["staleproof", "staleproof, all rows", "zeros, then staleproof"])
-def test_a_wrong_result_of_ours_stops_the_benchmark_and_one_of_a_peer_is_refused(provider, capsys):
+def test_wrong_result_of_ours_stops_the_benchmark_and_a_peers_is_left_out(provider, capsys):
     with pytest.raises(WrongResult, match=rf"^{provider}: row 3 is stale$"):
         measure.checked(provider, False, "row 3 is stale")
     assert measure.checked(provider, True, "row 3 is stale")
@@ -191,50 +178,7 @@ def test_sets_exceed_three_times_the_l2_or_fit_into_half_of_it(size):
     assert [measure.rotation(3, l2=l2).sets for l2 in (most, most + 1)] == [most + 1, measure.LAUNCHES]
 
 
-def test_calls_take_turns_in_the_graph_and_run_once_before_it(cache):
-    made: list[str] = []
-    calls = [lambda: made.append("a"), lambda: made.append("b")]
-    measure.graph_times(calls, launches=3, replays=1, before=lambda: made.append("before"))
-    assert made == ["a", "b", "a", "b", "a", "before"]
-    assert cache.waits == ["side", "current"]
-    made.clear()
-    measure.graph_times(calls)
-    assert made == ["a", "b"] * (1 + measure.LAUNCHES // 2)
-
-
-def test_reading_more_than_the_l2_reads_three_times_its_size_on_the_current_device(monkeypatch):
-    made, read = [], []
-    monkeypatch.setattr(measure, "l2_bytes", lambda: 1000)
-    monkeypatch.setattr(measure.torch.cuda, "current_device", lambda: 1)
-    buffer = Space(sum=lambda: read.append(1))
-    monkeypatch.setattr(measure.torch, "zeros", lambda count, **given: made.append((count, given)) or buffer)
-    measure._more_than_l2.cache_clear()
-    for _ in range(2):
-        measure.read_more_than_l2()
-    measure._more_than_l2.cache_clear()
-    assert (made, read) == ([(750, {"dtype": measure.torch.int32, "device": "cuda:1"})], [1, 1])
-
-
-def test_a_tensor_is_set_through_the_runtime_on_the_current_stream(monkeypatch):
-    asked, status = [], 0
-
-    def memset(*args):
-        asked.append([arg.value for arg in args])
-        return status
-
-    monkeypatch.setattr(measure, "cudart", lambda: Space(cudaMemsetAsync=memset))
-    stream = Space(cuda_stream=77)
-    monkeypatch.setattr(measure.torch.cuda, "current_stream", lambda: stream)
-    x = measure.torch.zeros(3, 5, dtype=measure.torch.int16)
-    measure.memset_async(x)
-    measure.memset_async(x, 255)
-    assert asked == [[x.data_ptr(), value, 30, 77] for value in (0, 255)]
-    status = 7
-    with pytest.raises(RuntimeError, match=r"^cudaMemsetAsync: error 7$"):
-        measure.memset_async(x)
-
-
-def test_every_set_is_needed(cache):
+def test_too_few_input_sets_are_refused(cache):
     turns = measure.rotation(10)
     with pytest.raises(ValueError, match="calls: expected 20, one a set, got 1"):
         next(measure.cached_times([lambda: None], turns))
@@ -266,7 +210,7 @@ NUMBERS += ["6.00 3.00 12.00 1.33 {}", "2.00 1.00 4.00 4.00 {}", "5.00 2.50 10.0
         ("peer", ["0.67", "1.00", "2.00", "3.00", "1.00", "1.00"]),
     ],
 )
-def test_rows_are_printed_with_their_rate_and_what_they_are_divided_by(baseline, ratios, capsys):
+def test_printed_rows_have_rate_and_ratio_and_fit_a_narrow_terminal(baseline, ratios, capsys):
     name = "x ours" if baseline == "staleproof" else "x peer"
     numbers = [line.format(ratio) for line, ratio in zip(NUMBERS, ratios, strict=True)]
     measure.print_rows(PRINTED, baseline=baseline)
@@ -289,37 +233,12 @@ def test_rows_are_printed_with_their_rate_and_what_they_are_divided_by(baseline,
     ]
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_a_table_that_just_fits_has_a_line_a_row(fits, capsys):
-    measure.print_rows(PRINTED, baseline="peer")
-    wide = capsys.readouterr().out
-    measure.print_rows(PRINTED, baseline="peer", width=len(wide.splitlines()[0]) - (not fits))
-    assert (capsys.readouterr().out == wide) is fits
-
-
-def test_the_l2_is_that_of_the_current_device(monkeypatch):
-    sizes = {3: Space(L2_cache_size=5000)}
-    monkeypatch.setattr(measure.torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(measure.torch.cuda, "get_device_properties", sizes.get)
-    assert measure.l2_bytes() == 5000
-    assert measure.rotation(1000) == measure.rotation(1000, l2=5000) == measure.Rotation(16, ("cold",))
-
-
 def test_host_times_take_turns_so_that_a_drift_hits_all_alike():
     made: list[str] = []
     calls = {name: lambda name=name: made.append(name) for name in ("ours", "bare")}
     found = measure.host_times(calls, rounds=2, each=3)
     assert made == (["ours"] * 3 + ["bare"] * 3) * 5  # three rounds are not timed
     assert all(0 <= times.p20 <= times.p50 <= times.p80 for times in found.values())
-
-
-def test_host_times_are_a_call(monkeypatch):
-    # A call takes 2 us, and far longer in the three rounds that are not timed.
-    took = [90_000] * 9 + [2000] * 12
-    monkeypatch.setattr(measure.time, "perf_counter_ns", lambda: -sum(took))
-    assert measure.host_times({"ours": lambda: took.pop(0)}, rounds=4, each=3)["ours"] == measure.Times(
-        2, 2, 2
-    )
 
 
 def test_benchmark_script_without_a_gpu_or_with_a_wrong_result_ends_in_one_line(capsys):

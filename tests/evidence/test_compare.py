@@ -9,7 +9,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, FP8])
-def test_what_rounding_does_is_allowed_and_what_it_does_not_is_found(dtype):
+def test_error_of_rounding_is_allowed_and_twice_that_is_found(dtype):
     generator = torch.Generator().manual_seed(0)
     want = torch.randn(64, 512, generator=generator, dtype=torch.float64)
     rounded = want.to(dtype).double()
@@ -40,7 +40,7 @@ def test_what_rounding_does_is_allowed_and_what_it_does_not_is_found(dtype):
         (4, dict.fromkeys(range(4), 1 / 16), None),
     ],
 )
-def test_a_row_may_be_off_by_the_budget_and_no_further(columns, change, said):
+def test_row_off_by_more_than_the_budget_is_found(columns, change, said):
     """Of ones, with a budget of 1/8: by an element, and by a common factor of it over 4 or over the root."""
     want = torch.ones(3, columns, dtype=torch.float64)
     got = want.clone()
@@ -54,7 +54,7 @@ def test_a_row_may_be_off_by_the_budget_and_no_further(columns, change, said):
     assert too_far("rows", *three_axes, 1 / 8) == (said and f"rows: row 1: {said}")
 
 
-def test_the_row_may_be_off_by_the_budget():
+def test_norm_of_a_row_off_by_more_than_the_budget_is_found():
     """Elements of which each may be off by a share of the largest, but not all together."""
     want = torch.tensor([[8.0, 1.0, 1.0, 1.0, 1.0]])
     error = torch.tensor([[0.0, 1.0, -1.0, 1.0, -1.0]])
@@ -63,12 +63,12 @@ def test_the_row_may_be_off_by_the_budget():
     assert too_far("rows", want + error / 2, want, 1 / 8) is None
 
 
-def test_nothing_is_right():
+def test_empty_tensors_are_equal():
     assert too_far("rows", torch.ones(0, 3), torch.ones(0, 3), 0.0) is None
     assert other_bits("rows", torch.ones(0), torch.ones(0)) is None
 
 
-def test_a_large_row_does_not_excuse_a_small_one():
+def test_large_row_does_not_excuse_a_small_one():
     generator = torch.Generator().manual_seed(1)
     want = torch.randn(2, 512, generator=generator) * torch.tensor([[1e-3], [100.0]])
     one, all_of_them = want.clone(), want.clone()
@@ -78,7 +78,7 @@ def test_a_large_row_does_not_excuse_a_small_one():
     assert too_far("rows", all_of_them, want, 2**-6).startswith("rows: row 0: the row off by 0.02")
 
 
-def test_a_row_of_zeros_allows_no_error():
+def test_row_of_zeros_allows_no_error():
     zeros = torch.zeros(2, 3)
     assert too_far("rows", zeros, zeros, 0.0) is None
     assert "row 1" in too_far("rows", torch.tensor([[0.0] * 3, [0.0, 1e-30, 0.0]]), zeros, 1.0)
@@ -100,7 +100,7 @@ def test_bits_are_compared_not_values():
 
 
 @pytest.mark.parametrize("compare", [other_bits, lambda *a: too_far(*a, 1.0)])
-def test_another_shape_is_refused(compare):
+def test_result_of_another_shape_is_refused(compare):
     with pytest.raises(ValueError, match=r"got: expected the shape \(2,\), got \(3,\)"):
         compare("rows", torch.ones(3), torch.ones(2))
 
