@@ -141,35 +141,35 @@ def test_the_steps_of_a_server_that_runs_for_months_begin_again(device):
     assert [crossing(packed)[:3] for packed in board.numbers[-2:].tolist()] == [(5, 3, 1), (5, 3, 0)]
 
 
-@pytest.mark.parametrize(
-    ("slot", "x", "ids", "padding", "said"),
-    [
-        (256, torch.ones(2, 2), None, None, "slot: expected 0 to 255, got 256"),
-        (0, torch.ones(2, 2, dtype=torch.float64), None, None, "x: expected torch.float32 or"),
-        (0, torch.ones(0, 2), None, None, "x: expected at least one row"),
-        (0, torch.ones(2), None, None, "x: expected at least one row"),
-        (0, torch.ones(2, 2), torch.ones(2, 3, dtype=torch.int32), None, "ids: expected 1 to 32 ids"),
-        (0, torch.ones(2, 2), torch.ones(2, 2), None, "ids: expected torch.int32 or torch.int64"),
-        (0, torch.ones(2, 33), torch.ones(2, 33, dtype=torch.int32), None, "ids: expected 1 to 32 ids"),
-        (-1, torch.ones(2, 2), None, None, "slot: expected 0 to 255, got -1"),
-        (0, torch.ones(2, 0), None, None, "x: expected at least one row"),
-        (0, torch.ones(2, 2, device="meta"), None, None, "x: expected .*(cpu|cuda)"),
-        (0, torch.ones(2, 2), None, torch.ones(2, dtype=torch.int8), "padding: expected torch.bool"),
-        (0, torch.ones(2, 2), None, torch.ones(4, dtype=torch.bool), "padding: expected a contiguous"),
-        (0, torch.ones(1, 1).expand(2**24, 1), None, None, "x: expected at least one row, fewer than"),
-        (0, torch.ones(2, 2), None, torch.ones(1, dtype=torch.bool), "padding: expected at least 2 entries"),
-        (0, torch.ones(2, 2), None, torch.ones(2, 1, dtype=torch.bool), "padding: expected a tensor of rank"),
-    ],
-)
-def test_bad_input_is_named_and_nothing_is_counted(device, slot, x, ids, padding, said):
-    board = begun(device, 0)
-    x, ids, padding = (t if t is None or t.is_meta else t.to(device) for t in (x, ids, padding))
-    if said.endswith("contiguous"):
-        # A copy to another device would be.
-        padding = padding[::2]
-    with pytest.raises(ValueError, match=said):
-        board.count(slot, x, ids, padding)
-    assert not board.numbers[:-2].any()
+BAD_INPUTS = [
+    (256, torch.ones(2, 2), None, None, "slot: expected 0 to 255, got 256"),
+    (0, torch.ones(2, 2, dtype=torch.float64), None, None, "x: expected torch.float32 or"),
+    (0, torch.ones(0, 2), None, None, "x: expected at least one row"),
+    (0, torch.ones(2), None, None, "x: expected at least one row"),
+    (0, torch.ones(2, 2), torch.ones(2, 3, dtype=torch.int32), None, "ids: expected 1 to 32 ids"),
+    (0, torch.ones(2, 2), torch.ones(2, 2), None, "ids: expected torch.int32 or torch.int64"),
+    (0, torch.ones(2, 33), torch.ones(2, 33, dtype=torch.int32), None, "ids: expected 1 to 32 ids"),
+    (-1, torch.ones(2, 2), None, None, "slot: expected 0 to 255, got -1"),
+    (0, torch.ones(2, 0), None, None, "x: expected at least one row"),
+    (0, torch.ones(2, 2, device="meta"), None, None, "x: expected .*(cpu|cuda)"),
+    (0, torch.ones(2, 2), None, torch.ones(2, dtype=torch.int8), "padding: expected torch.bool"),
+    (0, torch.ones(2, 2), None, torch.ones(4, dtype=torch.bool), "padding: expected a contiguous"),
+    (0, torch.ones(1, 1).expand(2**24, 1), None, None, "x: expected at least one row, fewer than"),
+    (0, torch.ones(2, 2), None, torch.ones(1, dtype=torch.bool), "padding: expected at least 2 entries"),
+    (0, torch.ones(2, 2), None, torch.ones(2, 1, dtype=torch.bool), "padding: expected a tensor of rank"),
+]
+
+
+def test_bad_input_is_named_and_nothing_is_counted(device):
+    for slot, x, ids, padding, said in BAD_INPUTS:
+        board = begun(device, 0)
+        x, ids, padding = (t if t is None or t.is_meta else t.to(device) for t in (x, ids, padding))
+        if said.endswith("contiguous"):
+            # A copy to another device would be.
+            padding = padding[::2]
+        with pytest.raises(ValueError, match=said):
+            board.count(slot, x, ids, padding)
+        assert not board.numbers[:-2].any()
 
 
 class Launches:

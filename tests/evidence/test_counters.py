@@ -87,28 +87,28 @@ def test_on_cuda_it_counts_on_a_device_that_is_not_current(device):
     assert on_second.read()["a"].live_rows == 2
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda c, x, n: RowCounters([], x.device), "stages: expected 1 to 256 distinct names"),
-        (lambda c, x, n: RowCounters([*map(str, range(257))], x.device), "stages: expected 1 to 256"),
-        (lambda c, x, n: RowCounters(["a", "a"], x.device), "stages: expected 1 to 256 distinct"),
-        (lambda c, x, n: c.observe("b", x, n), "stage: expected one of"),
-        (lambda c, x, n: c.observe("a", x.long(), n), "x: expected torch.float32"),
-        (lambda c, x, n: c.observe("a", x.T, n), "x: expected a contiguous tensor"),
-        (lambda c, x, n: c.observe("a", x, n[:3]), "live: expected a length that divides the 4"),
-        (lambda c, x, n: c.observe("a", x, n[:0]), "live: expected a length that divides the 4"),
-        (lambda c, x, n: c.observe("a", x[:0], n), "live: expected a length that divides the 0"),
-        (lambda c, x, n: c.observe("a", x[0, 0], n), "live: expected a length that divides the 0"),
-    ],
-)
-def test_bad_input(device, call, message):
-    counters = RowCounters(["a"], device)
-    x = torch.full((4, 3), NAN, device=device)
-    live = torch.ones(4, dtype=torch.bool, device=device)
-    with pytest.raises(ValueError, match=message):
-        call(counters, x, live)
-    assert counters.read()["a"].live_rows == 0
+BAD_INPUTS = [
+    (lambda c, x, n: RowCounters([], x.device), "stages: expected 1 to 256 distinct names"),
+    (lambda c, x, n: RowCounters([*map(str, range(257))], x.device), "stages: expected 1 to 256"),
+    (lambda c, x, n: RowCounters(["a", "a"], x.device), "stages: expected 1 to 256 distinct"),
+    (lambda c, x, n: c.observe("b", x, n), "stage: expected one of"),
+    (lambda c, x, n: c.observe("a", x.long(), n), "x: expected torch.float32"),
+    (lambda c, x, n: c.observe("a", x.T, n), "x: expected a contiguous tensor"),
+    (lambda c, x, n: c.observe("a", x, n[:3]), "live: expected a length that divides the 4"),
+    (lambda c, x, n: c.observe("a", x, n[:0]), "live: expected a length that divides the 4"),
+    (lambda c, x, n: c.observe("a", x[:0], n), "live: expected a length that divides the 0"),
+    (lambda c, x, n: c.observe("a", x[0, 0], n), "live: expected a length that divides the 0"),
+]
+
+
+def test_bad_input(device):
+    for call, message in BAD_INPUTS:
+        counters = RowCounters(["a"], device)
+        x = torch.full((4, 3), NAN, device=device)
+        live = torch.ones(4, dtype=torch.bool, device=device)
+        with pytest.raises(ValueError, match=message):
+            call(counters, x, live)
+        assert counters.read()["a"].live_rows == 0
 
 
 def test_one_live_entry_may_stand_for_all_rows(device):

@@ -34,21 +34,21 @@ def by_row_of_live_only(x):
     return torch.where(torch.arange(4)[:, None] < LIVE, x, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("run", "verdict"),
-    [
-        (step(by_row, padding=7.0), Verdict.CLEAN),
-        (step(by_row_of_live_only), Verdict.CLEAN),
-        (step(by_row), Verdict.PAD_ONLY),
-        (step(by_row, padding=float("inf")), Verdict.PAD_ONLY),
-        (step(by_amax), Verdict.LEAKED),
-        (step(by_row, live=NAN), Verdict.LIVE_BORN),
-        (step(by_amax, padding=7.0, live=NAN), Verdict.LIVE_BORN),
-    ],
-)
-def test_verdicts(run, verdict):
-    assert judge_rows(run, LIVE) == verdict
-    assert judge_rows(run, torch.tensor([True, True, False, False])) == verdict
+VERDICTS = [
+    (step(by_row, padding=7.0), Verdict.CLEAN),
+    (step(by_row_of_live_only), Verdict.CLEAN),
+    (step(by_row), Verdict.PAD_ONLY),
+    (step(by_row, padding=float("inf")), Verdict.PAD_ONLY),
+    (step(by_amax), Verdict.LEAKED),
+    (step(by_row, live=NAN), Verdict.LIVE_BORN),
+    (step(by_amax, padding=7.0, live=NAN), Verdict.LIVE_BORN),
+]
+
+
+def test_verdicts():
+    for run, verdict in VERDICTS:
+        assert judge_rows(run, LIVE) == verdict
+        assert judge_rows(run, torch.tensor([True, True, False, False])) == verdict
 
 
 def test_one_healed_row_convicts_the_padding():

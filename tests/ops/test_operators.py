@@ -206,13 +206,13 @@ def _fresh() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_an_operator_declares_its_writes_and_no_result(name: str, device: str) -> None:
-    operator = getattr(torch.ops.staleproof, CASES[name].operator).default
-    assert operator._schema.returns == []
-    assert any(a.alias_info is not None and a.alias_info.is_write for a in operator._schema.arguments)
-    assert torch.Tag.pt2_compliant_tag in operator.tags
-    torch.library.opcheck(operator, CASES[name].arguments(*CASES[name].make(4, device)))
+def test_an_operator_declares_its_writes_and_no_result(device: str) -> None:
+    for name in ASKED:
+        operator = getattr(torch.ops.staleproof, CASES[name].operator).default
+        assert operator._schema.returns == []
+        assert any(a.alias_info is not None and a.alias_info.is_write for a in operator._schema.arguments)
+        assert torch.Tag.pt2_compliant_tag in operator.tags
+        torch.library.opcheck(operator, CASES[name].arguments(*CASES[name].make(4, device)))
 
 
 COMPILED = [
@@ -256,13 +256,16 @@ def test_exports_with_any_number_of_rows(name: str, device: str) -> None:
             assert_same_bits(module(*tensors), case.call(*tensors))
 
 
-@pytest.mark.parametrize("name", [name for name in EACH if name != "quantize_nvfp4"])
-def test_make_fx_records_the_operator(name: str, device: str) -> None:
-    case = CASES[name]
-    tensors = case.make(4, device)
-    traced = make_fx(case.call)(*tensors)
-    assert f"staleproof.{case.operator}" in traced.code
-    assert_same_bits(traced(*tensors), case.call(*tensors))
+X = [name for name in EACH if name != "quantize_nvfp4"]
+
+
+def test_make_fx_records_the_operator(device: str) -> None:
+    for name in X:
+        case = CASES[name]
+        tensors = case.make(4, device)
+        traced = make_fx(case.call)(*tensors)
+        assert f"staleproof.{case.operator}" in traced.code
+        assert_same_bits(traced(*tensors), case.call(*tensors))
 
 
 def test_fake_and_meta_tensors_have_the_shapes_of_real_ones(device: str) -> None:

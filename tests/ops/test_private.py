@@ -85,14 +85,14 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("version", EXPECTED)
-def test_a_launch(names, version, monkeypatch):
-    monkeypatch.setattr("triton.__version__", "3.9.0" if version == "3.9" else "3.6.0")
-    driver = SimpleNamespace(make_tensordesc_arg=lambda descriptor, meta: [descriptor, meta])
-    monkeypatch.setitem(importlib.sys.modules, "triton.backends.nvidia.driver", driver)
-    calls: list[Any] = []
-    run, before, described = names.launcher(_compiled(calls, version))
-    run(1, 2, 3, 7, *before, "a", 5)
-    assert calls == [EXPECTED["public" if names._PUBLIC_ONLY else version]]
-    encodes = version == "described" and not names._PUBLIC_ONLY
-    assert described("it") == (("it", "how") if encodes else ("it",))
+def test_a_launch(names, monkeypatch):
+    for version in EXPECTED:
+        monkeypatch.setattr("triton.__version__", "3.9.0" if version == "3.9" else "3.6.0")
+        driver = SimpleNamespace(make_tensordesc_arg=lambda descriptor, meta: [descriptor, meta])
+        monkeypatch.setitem(importlib.sys.modules, "triton.backends.nvidia.driver", driver)
+        calls: list[Any] = []
+        run, before, described = names.launcher(_compiled(calls, version))
+        run(1, 2, 3, 7, *before, "a", 5)
+        assert calls == [EXPECTED["public" if names._PUBLIC_ONLY else version]]
+        encodes = version == "described" and not names._PUBLIC_ONLY
+        assert described("it") == (("it", "how") if encodes else ("it",))

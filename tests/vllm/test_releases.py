@@ -8,28 +8,27 @@ from staleproof.vllm.plugin import patches
 from staleproof.vllm.releases import table
 from staleproof.vllm.sources import PatchError
 
+VERSIONS = [
+    ("0.22", r"vLLM 0\.22 is a series, not a release: name one of 0\.22\.0, 0\.22\.1; nothing"),
+    ("v0.22", "is a series"),
+    ("0.22.1rc1", r"is a pre-release of 0\.22\.1 \(nearest: 0\.22\.1, 0\.23\.0\); nothing is patched"),
+    ("0.22.1.rc1", r"is a pre-release of 0\.22\.1 "),
+    ("0.19.0rc2.dev3+gabc1234", "is a development build near 0.19.0"),
+    ("0.18.1.dev0", "is a development build near 0.18.1"),
+    ("0.18.1.post1", "is a post-release of 0.18.1"),
+    ("0.18.1+custom", "is not a release, but a build of its own of 0.18.1"),
+    ("0.20.3", r"is not a release we know \(nearest: 0\.20\.2, 0\.21\.0\)"),
+    ("0.34.0", r"is not a release we know \(nearest: 0\.33\.0\)"),
+    ("0.9.2", r"is not a release we know \(nearest: 0\.16\.0\)"),
+    ("", "is not a version"),
+    ("main", "is not a version"),
+]
 
-@pytest.mark.parametrize(
-    ("version", "line"),
-    [
-        ("0.22", r"vLLM 0\.22 is a series, not a release: name one of 0\.22\.0, 0\.22\.1; nothing"),
-        ("v0.22", "is a series"),
-        ("0.22.1rc1", r"is a pre-release of 0\.22\.1 \(nearest: 0\.22\.1, 0\.23\.0\); nothing is patched"),
-        ("0.22.1.rc1", r"is a pre-release of 0\.22\.1 "),
-        ("0.19.0rc2.dev3+gabc1234", "is a development build near 0.19.0"),
-        ("0.18.1.dev0", "is a development build near 0.18.1"),
-        ("0.18.1.post1", "is a post-release of 0.18.1"),
-        ("0.18.1+custom", "is not a release, but a build of its own of 0.18.1"),
-        ("0.20.3", r"is not a release we know \(nearest: 0\.20\.2, 0\.21\.0\)"),
-        ("0.34.0", r"is not a release we know \(nearest: 0\.33\.0\)"),
-        ("0.9.2", r"is not a release we know \(nearest: 0\.16\.0\)"),
-        ("", "is not a version"),
-        ("main", "is not a version"),
-    ],
-)
-def test_what_a_version_is(version, line):
-    with pytest.raises(PatchError, match=line):
-        releases.release(version)
+
+def test_what_a_version_is():
+    for version, line in VERSIONS:
+        with pytest.raises(PatchError, match=line):
+            releases.release(version)
 
 
 def test_releases_and_their_builds():

@@ -1,6 +1,5 @@
 """Which batches reach FlashInfer's fused MoE with repeated experts, and what the others get instead."""
 
-import pytest
 import torch
 
 from staleproof.incidents.moe_routing import consumer
@@ -31,31 +30,29 @@ def _into_experts(device, rows, top_k, experts, dtype=torch.bfloat16, **given):
 MOST_ROWS = {126: 256, 127: 128, 255: 64}
 
 
-@pytest.mark.parametrize(
-    ("rows", "top_k", "experts", "harmless"),
-    [
-        *((1, 1, 8, True), (128, 6, 254, True), (64, 2, 510, True)),
-        *((most, 8, experts, True) for experts, most in MOST_ROWS.items()),
-        *((most + 1, 8, experts, False) for experts, most in MOST_ROWS.items()),
-        *((1, 8, 511, False), (1, 10, 64, False), (1, 3, 64, False)),
-    ],
-)
-def test_repeated_experts_stay_only_where_flashinfer_gives_every_slot_a_row(
-    device, rows, top_k, experts, harmless
-):
-    assert calls.sorts_in_one_block(rows, top_k, experts) is harmless
-    assert consumer.takes_one_block(rows, top_k, experts) >= harmless
-    # By position, and where it is quick by name.
-    for given in ({}, {"by": "name"}) if rows == 1 else ({},):
-        found = _into_experts(device, rows, top_k, experts, **given)
-        assert (found is None) is harmless
-        if found is not None:
-            weights, ids = found
-            assert ids.tolist() == [[3] + [-1] * (top_k - 1)] * rows
-            assert weights.tolist() == [[0.125 * top_k] + [0.0] * (top_k - 1)] * rows
-    ids = torch.full((rows, top_k), 3, dtype=torch.int32)
-    if harmless:
-        assert not holes(consumer.build_map(ids, experts), ids).any()
+BATCHES = [
+    *((1, 1, 8, True), (128, 6, 254, True), (64, 2, 510, True)),
+    *((most, 8, experts, True) for experts, most in MOST_ROWS.items()),
+    *((most + 1, 8, experts, False) for experts, most in MOST_ROWS.items()),
+    *((1, 8, 511, False), (1, 10, 64, False), (1, 3, 64, False)),
+]
+
+
+def test_repeated_experts_stay_only_where_flashinfer_gives_every_slot_a_row(device):
+    for rows, top_k, experts, harmless in BATCHES:
+        assert calls.sorts_in_one_block(rows, top_k, experts) is harmless
+        assert consumer.takes_one_block(rows, top_k, experts) >= harmless
+        # By position, and where it is quick by name.
+        for given in ({}, {"by": "name"}) if rows == 1 else ({},):
+            found = _into_experts(device, rows, top_k, experts, **given)
+            assert (found is None) is harmless
+            if found is not None:
+                weights, ids = found
+                assert ids.tolist() == [[3] + [-1] * (top_k - 1)] * rows
+                assert weights.tolist() == [[0.125 * top_k] + [0.0] * (top_k - 1)] * rows
+        ids = torch.full((rows, top_k), 3, dtype=torch.int32)
+        if harmless:
+            assert not holes(consumer.build_map(ids, experts), ids).any()
 
 
 def test_weights_stored_otherwise_than_activations_get_distinct_ids(device):
