@@ -125,7 +125,7 @@ def judge(row: Row, facts: Facts) -> Judgement:
         against.append(f"patched, by the log: {', '.join(in_place)}")
     against += [f"{remedy} did not help, and cures it" for remedy in row.remedies if remedy in facts.failed]
     signs = [f"the log names {sign}" for sign in row.signs if sign in facts.lines]
-    signs += [f"{remedy} helped" for remedy in row.remedies if remedy in facts.helped]
+    signs += [f"{remedy} helped" for remedy in row.remedies if remedy in facts.helped and remedy != "restart"]
     measured = _of(row.weighs, facts)
     measured += [
         f"it does not say why {r} helped" for r in facts.helped if r not in (*row.remedies, "restart")
@@ -197,14 +197,13 @@ def looks_like(facts: Facts, found: Sequence[Judgement] = ()) -> tuple[str, str]
 
 def elsewhere(facts: Facts) -> list[str]:
     """The same faults in the other server that the facts name, each with its thread."""
-    found = []
+    found: list[tuple[bool, str]] = []
     for entry in table.elsewhere():
         met = [facts.meets(name, values) for name, values in entry["needs"].items()]
         if entry["server"] == facts.server and False not in met and {*facts.symptoms} & {*entry["symptoms"]}:
-            found.append(
-                f"{entry['thread']}: {entry['says']}" + ("" if None not in met else ", if that is your case")
-            )
-    return found
+            found.append((None in met, f"{entry['thread']}: {entry['says']}"))
+    sure = [text for unsure, text in found if not unsure]
+    return sure or [f"{text}, if that is your case" for _, text in found]
 
 
 def deciding(facts: Facts, found: Sequence[Judgement], asked: Sequence[str] = ()) -> list[str]:

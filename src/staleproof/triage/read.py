@@ -215,7 +215,7 @@ def command(facts: Facts, text: str, at: str, *, whole: bool = False) -> str:
     for number, found in enumerate(re.finditer(r"(?:[^\s'\"]|'[^']*'|\"[^\"]*\")+", text[begin:])):
         token = found[0].strip("'\"[],")
         flag = re.fullmatch(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", token, re.S)
-        if not flag and not waiting and not (number == 0 and re.search(r"\w", token)) and not whole:
+        if not flag and not waiting and not (number == 0 and re.search(r"\w$", token)) and not whole:
             break
         if flag:
             facts.options = at
@@ -226,7 +226,7 @@ def command(facts: Facts, text: str, at: str, *, whole: bool = False) -> str:
             value = "fp8-tensor" if waiting in ("quantization", "q") and token == "fp8" else token
             option(facts, waiting, value, at)
             waiting = ""
-        elif number == 0 and re.search(r"\w", token):
+        elif number == 0 and re.search(r"\w$", token):
             facts.learn("model", token, at)
         end = begin + found.end()
     return "" if whole else f"{text[: start.start() if start else 0]} {text[end:]}".strip()
@@ -236,7 +236,8 @@ def command(facts: Facts, text: str, at: str, *, whole: bool = False) -> str:
 CLAUSE = re.compile(r"[;,()\n]|:\s|\.\s|\s(?:but|while|whereas|yet|though|although|however)\s|\s->\s")
 WELL = re.compile(
     r"\b(?:works?|worked|working|fine|ok|okay|good|correct|right|clean|gone|fix(?:es|ed)?|cur(?:es|ed)|disappear\w*"
-    r"|vanish\w*|helps?|helped|goes away|went away|solve[sd]?|sane|resolves?d?|no longer \w+|only without)\b"
+    r"|vanish\w*|helps?|helped|goes away|went away|solve[sd]?|sane|resolves?d?|no longer \w+|only without"
+    r"|no (?:problem|issue|trouble|error|crash|nan|garbage)\w*)\b"
 )
 ILL = re.compile(
     r"\b(?:not|never|cannot|\w+n['’]t|stop(?:s|ped)? working|wrong|also|still|too|either|same|even|nothing"
@@ -296,9 +297,18 @@ def words(facts: Facts, text: str, at: str = "your words") -> None:
         for number in RELEASE.finditer(clause):
             if not PACKAGE.search(clause[: number.start()]) and (number[1] or _series(number[2])):
                 numbers.append(number[1] or number[2])
+        # A flag that is only named may be how the server runs, or what was tried.
+        named = "--" in clause and tried and not symptoms(clause)
+        taken = {fact for one in tried for fact in terms("remedies")[one].get("turns", ()) if named or well}
+        if named and not well and not ILL.search(clause):
+            facts.notes.append(
+                f"{at}: does the server run with {', '.join(tried)}, or did it help? see --helped"
+            )
         for fact, pattern, word in terms("words"):
-            if (said := re.search(pattern, clause)) and not (well and tried):
+            if fact not in taken and (said := re.search(pattern, clause)):
                 facts.learn(fact, word or re.sub(r"\s", "_", said[1]), at)
+                # The first pattern says most; of the set-up several may be there.
+                taken |= {fact} - {"with", "parallel"}
     if numbers:
         # Of a regression the newer release is the one that is asked about.
         facts.learn(
