@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ def one_line(text: str) -> str:
     'The sea<|endoftext|> x 2'
     """
     shown = _REPEATED.sub(lambda found: f"{found[1]} x {len(found[0]) // len(found[1])}", text)
-    return json.dumps(shown, ensure_ascii=False)[1:-1]
+    return shown.replace("\n", "⏎")
 
 
 def read_by_users(found: Finding) -> Sequence[tuple[str, str, str]]:

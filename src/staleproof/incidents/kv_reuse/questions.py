@@ -14,7 +14,7 @@ from staleproof import child, lab
 from staleproof.evidence.rows import Fill, Verdict, judge_rows
 from staleproof.evidence.tenancy import STALE, WIPED
 from staleproof.grades import ARITHMETIC, REPLICA, Evidence, Grade
-from staleproof.incidents.kv_reuse import broken, cpu_engine
+from staleproof.incidents.kv_reuse import broken, cpu_engine, in_words
 from staleproof.incidents.kv_reuse.attention import HEAD_DIM, Call, kernels, masked_loads
 from staleproof.incidents.kv_reuse.bits import DTYPES, nan_share
 from staleproof.incidents.kv_reuse.correct import wrong_bytes
@@ -527,3 +527,4 @@ def who_sees(witness: Witness, device: str) -> Answer:
 
 
 cpu_engine.add(incident)
+in_words.add(incident)
