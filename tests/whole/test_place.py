@@ -43,8 +43,7 @@ def environment_fixture(tmp_path, monkeypatch):
 def test_no_environment_says_how_to_get_one(tmp_path, monkeypatch):
     monkeypatch.delenv(place.VARIABLE, raising=False)
     monkeypatch.setattr(place, "ROOT", tmp_path)
-    expected = "no whole vLLM here: make whole installs one into .venv-whole (3.8 GB of disk)"
-    assert place.unavailable_reason() == expected
+    assert place.unavailable_reason() == "no whole vLLM (make whole: 3.8 GB)"
 
 
 def test_named_python_must_be_one(tmp_path, monkeypatch):

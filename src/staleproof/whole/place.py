@@ -65,7 +65,7 @@ def python() -> Path:
     else:
         found = ROOT / FOLDER / "bin/python"
         if not found.exists():
-            raise WholeError(f"no whole vLLM here: make whole installs one into {FOLDER} (3.8 GB of disk)")
+            raise WholeError("no whole vLLM (make whole: 3.8 GB)")
     return found
 
 

@@ -183,8 +183,8 @@ def _missing(subject: Subject, device: str) -> str | None:
 def answered(subject: Subject, device: str, told: dict[str, Any]) -> lab.Answer:
     """Carla asks for the door code of the house, which her prompt does not contain. What is she told?"""
     row = told[subject[1]]
-    numbers = {name: row[name] for name in ("text", "cached", "of", "seconds")}
-    numbers |= {"start_s": told["start_s"], "evidence": place.evidence()}
+    numbers = {name: row[name] for name in ("cached", "of", "seconds")} | {"start_s": told["start_s"]}
+    numbers |= {"prompts": [CARLA], "texts": [row["text"]], "evidence": place.evidence()}
     return bad(LEAKED, **numbers) if CODE in row["text"] else good(CLEAN, **numbers)
 
 
@@ -223,8 +223,8 @@ def add(incident: Incident) -> None:
 def texts(found: lab.Finding) -> list[tuple[str, str, str]]:
     """What Carla was told: (whose code ran, state of the patch or name of the variant, text)."""
     if found.three is None:
-        return [(found.of, found.variant, found.numbers["text"])] if "text" in found.numbers else []
-    return [(found.of, state, found.numbers[f"text_{state}"]) for state in ("off", "on", "again")]
+        return [(found.of, found.variant, text) for text in found.numbers.get("texts", ())]
+    return [(found.of, state, found.numbers[f"texts_{state}"][0]) for state in ("off", "on", "again")]
 
 
 def main() -> None:
