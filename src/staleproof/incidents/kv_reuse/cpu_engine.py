@@ -9,6 +9,7 @@ on a CPU in 0.19.0 to 0.24.0 (#46347), where the body of ``_zero_block_ids`` is 
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any
 
 from staleproof.child import report
 from staleproof.lab import Answer, Fix, Incident, Scene, bad, good
+from staleproof.vllm import live
 from staleproof.vllm.plugin import VARIABLE, patches
 from staleproof.vllm.sources import within
 from staleproof.whole import place
-from staleproof.whole.engine import Engine, states_of
+from staleproof.whole.engine import Engine, states_of, switch
 from staleproof.whole.load import Arrival
 from staleproof.whole.shapes import QWEN3_NEXT
 from staleproof.whole.spy import before, contents
@@ -28,7 +30,8 @@ OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "num_gpu_blocks_override": 24,
     "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "enable_prefix_caching": False,
 }  # fmt: skip
-RELEASED, UNDRAINED = "released", "undrained_ids"
+RELEASED, PLUGIN = "released", "plugin "
+UNDRAINED, ZEROING = "undrained_ids", "cpu_block_zeroing"
 
 
 def hybrid(states: Sequence[str], requests: int) -> None:
@@ -36,7 +39,8 @@ def hybrid(states: Sequence[str], requests: int) -> None:
 
     Args:
         states: ``off``, ``again``: new blocks are not zeroed; ``on``: they are, as 0.25.0 to 0.33.0 do;
-            ``released``: whatever this release does.
+            ``released``: what this release does; ``plugin off``, ``plugin on``, ``plugin again``: the same
+            with the plugin's patch out of service or in service.
         requests: how many.
     """
     import torch
@@ -67,13 +71,16 @@ def hybrid(states: Sequence[str], requests: int) -> None:
                 block.zero_()
 
         engine.empty(fill=0.0)
-        with before(CPUModelRunner, "_zero_block_ids", look, runs=state == RELEASED):
+        if state.startswith(PLUGIN):
+            switch(off=() if state.endswith("on") else (ZEROING,))
+        with before(CPUModelRunner, "_zero_block_ids", look, runs=state.startswith((RELEASED, PLUGIN))):
             served = engine.serve(load, ends=False)
         told[state] = {
             "nan": _nan(served),
             "other_tokens": [name for name, one in served.items() if one.tokens != right[name].tokens],
             "blocks_given": len(found),
             "held_nan": sum(one.nan > 0 for one in found),
+            "patch": states_of(ZEROING)[ZEROING],
         }
         report(told)
 
@@ -116,9 +123,11 @@ BARE = "0.21.0", "0.24.0"
 
 
 def _served(states: Sequence[str], device: str) -> dict[str, Any]:
-    told: dict[str, Any] = place.call(
-        hybrid, states, REQUESTS, env={"VLLM_PLUGINS": ""}, timeout_s=600
-    ).answer()
+    with tempfile.TemporaryDirectory() as folder:
+        env = {"VLLM_PLUGINS": ""}
+        if RELEASED not in states:
+            env = {"VLLM_PLUGINS": "staleproof", VARIABLE: ZEROING, live.SWITCH: str(Path(folder, "off"))}
+        told: dict[str, Any] = place.call(hybrid, states, REQUESTS, env=env, timeout_s=600).answer()
     return told
 
 
@@ -135,6 +144,9 @@ def _waited(device: str) -> dict[str, Any]:
 
 
 HYBRID = Scene("a whole hybrid vLLM", partial(_served, ("off", "on", "again", RELEASED)))
+PATCHED = Scene(
+    "a whole hybrid vLLM, patched", partial(_served, [PLUGIN + s for s in ("off", "on", "again")])
+)
 DENSE = Scene("three whole vLLM", _waited)
 
 
@@ -154,7 +166,7 @@ def _missing_release(subject: str, device: str) -> str | None:
 
 def answers(state: str, device: str, told: dict[str, Any]) -> Answer:
     """Requests of a hybrid model, each compared with its answer alone on a cache of zeros."""
-    row = told[state.rpartition(" ")[2]]
+    row = told[state.removeprefix("bare ").removeprefix("zeroing ")]
     numbers = {**row, "requests": told["requests"], "evidence": place.evidence()}
     if state in ("off", "on", "again"):
         numbers["note"] = "off: zeroing by our hook left out; on: by our hook, what 0.25.0 and later do"
@@ -166,6 +178,12 @@ def answers(state: str, device: str, told: dict[str, Any]) -> Answer:
 def compare(state: str, device: str, told: dict[str, Any]) -> str | None:
     """Alone on a cache of zeros no answer may hold a NaN: those are the reference."""
     return f"NaN alone: {told['nan_alone']}" if told["nan_alone"] else None
+
+
+def compare_patched(state: str, device: str, told: dict[str, Any]) -> str | None:
+    """The same, and the patch must be in place at the end."""
+    stands = told[state.removeprefix("bare ")]["patch"]
+    return compare(state, device, told) if stands == "in place" else f"the patch is {stands}"
 
 
 def drained(state: str, device: str, told: dict[str, Any]) -> Answer:
@@ -196,6 +214,9 @@ def add(incident: Incident) -> None:
     zeroing = Fix(off="off", on="on", again="again")
     more: dict[str, Any] = {"compare": compare, "needs": _missing, "scene": HYBRID}
     incident.fixes(answers, {"zero new blocks, whole vLLM on a CPU": zeroing}, **more)
+    three = Fix(*(f"bare {PLUGIN}{state}" for state in ("off", "on", "again")))
+    more = {"compare": compare_patched, "needs": _missing_release, "scene": PATCHED}
+    incident.fixes(answers, {f"{ZEROING}, whole vLLM on a CPU": three}, **more)
     three = Fix(*(f"undrained {state}" for state in ("off", "on", "again")))
     more = {"compare": compare_drained, "needs": _missing_release, "scene": DENSE}
     incident.fixes(drained, {f"{UNDRAINED}, whole vLLM on a CPU": three}, **more)
