@@ -110,14 +110,14 @@ STATES = ("unexpected", "differs", "same")
 
 def verdicts() -> str:
     """Every question with its answers, a column a machine; what is unexpected or differs comes first."""
-    from staleproof.cases import store
+    from staleproof import runs
     from staleproof.report.show import STYLES
 
     columns: dict[str, Any] = {}
-    here = store.build_folder() / "findings.jsonl"
+    here = runs.build_folder() / "findings.jsonl"
     if here.exists():
-        columns["here"] = store.read_kept(here)
-    columns |= {run.folder.name.removeprefix("nvidia-"): run.findings for run in store.read_all()}
+        columns["here"] = runs.read_kept(here)
+    columns |= {run.folder.name.removeprefix("nvidia-"): run.findings for run in runs.read_all()}
     answers: dict[Any, dict[str, Any]] = {}
     for machine, findings in columns.items():
         for finding in findings:
