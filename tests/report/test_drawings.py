@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from matplotlib.patches import Polygon, Rectangle
 from matplotlib.text import Text
 
-from made import texts, ticks
+from made import texts
 from staleproof.incidents.kv_reuse.pictures import BlockLife, Span
 from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.pictures import MapPicture
@@ -28,7 +27,7 @@ def hatched(ax: object) -> set[tuple[int, int]]:
     return squares
 
 
-def test_a_map_is_hatched_exactly_where_nobody_wrote():
+def test_map_is_hatched_exactly_where_nobody_wrote():
     holes = [[token % 3 == 0 and slot in (1, 2, 4) for slot in range(5)] for token in range(20)]
     fig = drawings.maps([MapPicture(Batch(20, 5, 16), False, holes)])
     whole, near = fig.axes
@@ -55,7 +54,7 @@ def test_maps_that_cannot_be_drawn_are_refused(pictures, message):
         drawings.maps(pictures)
 
 
-def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote():
+def test_life_of_a_block_shows_its_owner_and_what_the_owner_wrote():
     spans = [Span(0, 3, "Mamba state", 0), Span(3, 5, "free"), Span(5, 9, "keys and values", 8)]
     spans.append(Span(9, 12, "prefix hit", 9))
     fig = drawings.life(BlockLife(4, spans, [(5, 1), (6, 2), (7, 3)], 4))
@@ -74,7 +73,7 @@ def test_a_life_shows_whose_the_block_is_and_what_its_owner_wrote():
         assert corners == [(5, edge), *stairs, (9, edge)]
 
 
-def test_a_tile_names_each_row_once_and_hatches_what_nobody_wrote(device):
+def test_tile_names_each_row_once_and_hatches_what_nobody_wrote(device):
     picture = tile_picture(5, 80, device)
     fig = drawings.tile(picture)
     ax = fig.axes[0]
@@ -84,59 +83,7 @@ def test_a_tile_names_each_row_once_and_hatches_what_nobody_wrote(device):
     assert len(nobody) == 512 - 20
 
 
-def test_the_words_of_a_tile_can_be_read_on_their_colours():
-    """Row 0 is dark, row 127 bright; what nobody wrote lies under a light hatch."""
-    ax = drawings.tile(
-        TilePicture(
-            [byte // 4 for byte in range(512)], [0] * 512, [byte >= 4 or byte < 2 for byte in range(512)]
-        )
-    ).axes[0]
-    first, second, *_, last = ax.texts
-    assert (first.get_text(), second.get_position(), last.get_position()) == ("row 0", (6, 0.5), (14, 31.5))
-    looks = [(text.get_color(), text.get_fontweight(), text.get_fontsize()) for text in (first, second, last)]
-    assert looks == [("black", "normal", 8), ("white", "bold", 8), ("black", "bold", 8)]
-    faces = [patch.get_facecolor() for patch in ax.patches if not patch.get_hatch()]
-    assert faces == [colormaps["cividis"](row / 127) for row in range(128)]
-    assert hatched(ax) == {(2, 0), (3, 0)}
-    assert (ax.get_xlim(), ax.get_ylim()) == ((0, 16), (32, 0))
-    assert ticks(ax.xaxis) == [(byte + 0.5, str(byte)) for byte in (0, 3, 4, 7, 8, 11, 12, 15)]
-    assert ticks(ax.yaxis) == [(line + 0.5, f"byte {16 * line}") for line in (0, 7, 15, 23, 31)]
-    assert texts(ax.figure.legends[0].get_texts()) == ["never written"]
-
-
-def test_a_single_byte_that_nobody_wrote_is_hatched():
+def test_single_byte_that_nobody_wrote_is_hatched():
     places = [divmod(byte, 4) for byte in range(512)]
     picture = TilePicture(*map(list, zip(*places, strict=True)), [byte != 7 for byte in range(512)])
     assert hatched(drawings.tile(picture).axes[0]) == {(7, 0)}
-
-
-def test_the_axes_of_a_map_and_of_a_life_say_what_is_where():
-    fig = drawings.maps([MapPicture(Batch(20, 5, 16), True, [[False] * 5] * 20) for _ in range(2)])
-    assert texts(fig.legends[0].get_texts()) == ["written"]
-    for whole, near in zip(fig.axes[::2], fig.axes[1::2], strict=True):
-        assert (whole.get_xlim(), near.get_xlim()) == ((0, 20), (6, 20))
-        assert whole.get_ylim() == near.get_ylim() == (5, 0)
-        assert ticks(whole.xaxis) == [(0, "token 0"), (10, "10"), (19, "19")]
-        assert ticks(near.xaxis) == [(6.5, "6"), (19.5, "19")]
-        assert ticks(whole.yaxis) == ticks(near.yaxis) == [(0.5, "slot 0"), (4.5, "slot 4")]
-        assert near.get_title(loc="left") == "the last 14 tokens"
-        # A line at each edge of a token and of a slot, and cells that somebody wrote.
-        down, across = near.collections
-        assert [segment[0][0] for segment in down.get_segments()] == [*range(6, 21)]
-        assert [segment[0][1] for segment in across.get_segments()] == [*range(6)]
-        (written,) = near.patches
-        assert (written.get_xy(), written.get_width(), written.get_height()) == ((6, 0), 14, 5)
-    spans = [Span(2, 5, "keys and values", 8)]
-    who, filled = drawings.life(BlockLife(4, spans, [(1, 9), (2, 1), (4, 3), (5, 4)], 4)).axes
-    assert (who.get_xlim(), filled.get_xlim(), filled.get_ylim()) == ((2, 5), (2, 5), (0, 4))
-    assert ticks(who.yaxis) == [(0.5, "block 4")]
-    assert (filled.get_xlabel(), filled.get_ylabel()) == ("step of the run", "positions, of 4")
-    # Above the block, which is one unit high, and inside of the axes.
-    (name,) = who.texts
-    assert (name.get_position()[0], name.get_ha(), name.get_va()) == (3.5, "center", "bottom")
-    assert 1 < name.get_position()[1] < who.get_ylim()[1]
-    # Steps before and after the span are not of it.
-    stairs = [tuple(corner) for corner in filled.patches[0].get_xy()[1:-2]]
-    assert stairs == [(2, 1), (3, 1), (4, 3), (5, 3), (5, 3)]
-    told = ["position holds the owner's key and value", "position still holds what was there before"]
-    assert texts(who.figure.legends[0].get_texts()) == told

@@ -27,7 +27,7 @@ def wrong_answers(right: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)
-def test_right_answers_pass_and_wrong_ones_are_told(name, number, capsys):
+def test_right_answers_pass_and_wrong_ones_get_a_reason(name, number, capsys):
     check = exercises(name)
     exercise = check.by_number[number]
     assert check(number, exercise.right)
@@ -66,16 +66,16 @@ def test_right_answers_pass_and_wrong_ones_are_told(name, number, capsys):
         ("a", ["x" * 56], "expected a text, got ['" + "x" * 55 + "..."),
     ],
 )
-def test_the_fault_of_an_answer(right, answer, fault):
+def test_fault_of_an_answer_is_named(right, answer, fault):
     assert Exercise(right, "Look.", 0.125).fault(answer) == fault
 
 
-def test_the_dots_are_no_answer_yet(capsys):
+def test_dots_are_no_answer_yet(capsys):
     assert not exercises("01")(1, ...)
     assert capsys.readouterr().out == "exercise 1: no answer yet; put a whole number in place of the dots\n"
 
 
-def test_what_there_is_not_is_refused():
+def test_unknown_exercise_is_refused():
     with pytest.raises(ValueError, match="notebook: expected one of"):
         exercises("99")
     with pytest.raises(ValueError, match=r"number: expected one of \[1, 2, 3, 4\], got 9"):

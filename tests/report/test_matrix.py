@@ -57,7 +57,7 @@ def findings() -> list[Finding]:
     return [replace(f, provenance=Provenance.INTERPRETED) for f in found]
 
 
-def test_text_is_this_and_differs_between_machines_in_the_word_only():
+def test_text_differs_between_machines_in_the_provenance_only():
     assert matrix.text(findings()) == TEXT
     elsewhere = [
         replace(f, provenance=Provenance.MEASURED, machine={"name": "NVIDIA H200"}, date="2030")
@@ -77,12 +77,12 @@ def test_no_panel_holds_two_incidents():
     assert [str(table.title) for table in matrix.tables(both)] == titles
 
 
-def test_what_was_not_run_for_no_reason_says_so():
+def test_not_run_without_a_reason_is_listed():
     absent = [replace(not_run("a", question, "v", "x"), note="") for question in "qr"]
     assert matrix.absences(absent) == ["not run: a, v: no reason given (q; r)"]
 
 
-def test_an_unexpected_finding_is_not_hidden_by_a_later_good_one():
+def test_unexpected_finding_is_not_hidden_by_a_later_good_one():
     bad = finding("a", "q", "v", "leaked", expected="clean")
     good = finding("a", "q", "v", "clean", expected="clean")
     for order in ([bad, good], [good, bad]):
@@ -101,7 +101,7 @@ def test_an_unexpected_finding_is_not_hidden_by_a_later_good_one():
         (1, [["empty_row"], ["amax"], ["off/on/off"]]),
     ],
 )
-def test_the_tables_of_a_terminal_are_these(width, parts):
+def test_terminal_tables_split_where_they_do_not_fit(width, parts):
     *tables, ablation = matrix.tables(findings(), width)
     assert [[str(column.header) for column in table.columns] for table in tables] == [
         ["variant", "asked of", *part] for part in parts
@@ -123,7 +123,7 @@ def test_the_tables_of_a_terminal_are_these(width, parts):
         assert console.measure(table).maximum == width
 
 
-def test_a_question_put_to_less_than_half_of_the_variants_has_a_panel_of_its_own():
+def test_question_about_less_than_half_of_the_variants_has_its_own_panel():
     asked = {"all": "abcdef", "half": "abc", "few": "ab"}
     found = [finding("a", question, v, "clean") for question, variants in asked.items() for v in variants]
     assert [panel.questions for panel in matrix.build(found)] == [["all", "half"], ["few"]]
@@ -168,7 +168,7 @@ def fixes() -> list[Finding]:
     return found
 
 
-def test_the_conclusion_is_this(monkeypatch):
+def test_conclusion_names_symptom_cause_what_fails_and_what_is_fixed(monkeypatch):
     monkeypatch.setattr(conclusion, "INCIDENTS", {"a": ABOUT})
     monkeypatch.setattr(conclusion, "symptom", lambda name: "it looks true")
     bad = [finding("a", "q", f"v{n}", "clean", expected="leaked", evidence=real("x")) for n in range(6)]
@@ -205,6 +205,6 @@ def test_the_conclusion_is_this(monkeypatch):
         ([""], 80, ["not run: 1 no reason given (-v lists them)"]),
     ],
 )
-def test_what_was_not_run_is_this_line(reasons, width, line):
+def test_not_run_line_has_the_reasons_that_fit(reasons, width, line):
     absent = [replace(not_run("a", "q", str(n), "x"), note=why) for n, why in enumerate(reasons)]
     assert conclusion.not_run_line([finding("a", "q", "v", "clean"), *absent], width) == line

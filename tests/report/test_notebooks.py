@@ -21,7 +21,7 @@ def run(source, folder, **options):
     return notebooks.execute(source, folder, Event(), **options)
 
 
-def test_a_copy_is_executed_by_this_python_in_the_notebooks_folder(tmp_path, monkeypatch):
+def test_copy_is_executed_by_this_python_in_the_notebooks_folder(tmp_path, monkeypatch):
     # A machine where another Python has registered itself as "python3".
     other = tmp_path / "jupyter/kernels/python3"
     other.mkdir(parents=True)
@@ -47,7 +47,7 @@ def test_a_copy_is_executed_by_this_python_in_the_notebooks_folder(tmp_path, mon
         ("import time; time.sleep(60)", "code cell 2 took longer than 2 s"),
     ],
 )
-def test_a_notebook_that_stops_says_where_and_the_rest_is_kept(tmp_path, code, said):
+def test_notebook_that_stops_names_the_cell_and_the_rest_is_kept(tmp_path, code, said):
     """One that raises: test_html.py."""
     cells = [v4.new_code_cell(text) for text in ("print('so far')", code, "3")]
     done = run(write(tmp_path / "01.ipynb", *cells), tmp_path / "out", cell_timeout_s=2)
@@ -57,7 +57,7 @@ def test_a_notebook_that_stops_says_where_and_the_rest_is_kept(tmp_path, code, s
         assert "device-side assert" in (tmp_path / "out/01.log").read_text()
 
 
-def test_a_forked_kernel_finds_what_a_new_one_does(tmp_path, monkeypatch):
+def test_forked_kernel_finds_what_a_new_one_does(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels.shutil, "which", lambda program: None)
     code = "import os, sys\nos.write(2, b'log')\nos.environ.pop('JPY_PARENT_PID', '')\n"
     code += "print(sys.path, os.getcwd(), *sorted(os.environ.items()))\nprint(os.getppid())\n1 / 0"
@@ -83,13 +83,13 @@ def test_beside_a_gpu_each_kernel_is_new(monkeypatch):
         assert kernels.local_provisioner.launch_kernel is kernels.launch_kernel
 
 
-def test_a_spoilt_notebook_is_refused(tmp_path):
+def test_spoilt_notebook_is_refused(tmp_path):
     (tmp_path / "00_cut.ipynb").write_text('{"cells": [')
     with pytest.raises(RunFileError, match=r"00_cut\.ipynb: cannot be read"):
         run(tmp_path / "00_cut.ipynb", tmp_path / "out")
 
 
-def test_notebooks_are_executed_beside_what_the_command_does(tmp_path, monkeypatch):
+def test_notebooks_run_beside_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(notebooks, "_cores", lambda: 4)
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)

@@ -34,11 +34,11 @@ FIX = off_on_off("a", "v", off="leaked", on="clean", again="leaked")
         (not_run("a", "q", "v", "needs SM100"), "a, q, v: not run: needs SM100"),
     ],
 )
-def test_a_finding_is_one_line(found, line):
+def test_finding_is_one_line(found, line):
     assert terminal.finding_text(replace(found, provenance=Provenance.MEASURED)) == f"MEASURED  {line}"
 
 
-def test_a_machine_is_printed_with_what_it_lacks(capsys, monkeypatch):
+def test_machine_is_printed_with_what_it_lacks(capsys, monkeypatch):
     monkeypatch.setattr(terminal.machine, "packages", lambda: {"vllm": None, "nbval": "0.11"})
     terminal.print_machine([Capability("a module", False, "no nvcc"), Capability("another", True, "1.2")])
     lines = capsys.readouterr().out.splitlines()
@@ -48,7 +48,7 @@ def test_a_machine_is_printed_with_what_it_lacks(capsys, monkeypatch):
     assert "yes   another             1.2" in lines
 
 
-def test_a_comparison_is_this(tmp_path, capsys):
+def test_comparison_prints_verdicts_before_timings(tmp_path, capsys):
     def run(name: str, rows: list[dict[str, object]], **verdicts: str) -> store.Run:
         found = [
             not_run("a", "q", v, "no GPU") if verdict == "absent" else finding("a", "q", v, verdict)
@@ -89,7 +89,7 @@ def test_a_comparison_is_this(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("no case ran in both: 0 match")
 
 
-def test_where_findings_are_kept_and_of_which_source_the_others_are(tmp_path, monkeypatch, capsys):
+def test_kept_findings_are_printed_with_commit_and_date_of_the_others(tmp_path, monkeypatch, capsys):
     mine, other = finding("a", "q", "v", "clean"), finding("b", "q", "v", "clean")
     path = tmp_path / "findings.jsonl"
     write_findings(path, [mine, other])
@@ -102,9 +102,7 @@ def test_where_findings_are_kept_and_of_which_source_the_others_are(tmp_path, mo
     assert capsys.readouterr().out == f"findings  {path.relative_to('/')}\n"
 
 
-def test_verdicts_are_printed_as_a_conclusion_the_runs_beside_it_and_on_request_the_matrices(
-    tmp_path, monkeypatch, capsys
-):
+def test_verdicts_are_conclusion_recorded_runs_and_on_request_matrices(tmp_path, monkeypatch, capsys):
     found = [finding("a", "q", "v", "clean"), not_run("a", "q", "w", "no GPU")]
     for name, incident, verdict in (("r", "a", "clean"), ("s", "a", "leaked"), ("t", "b", "clean")):
         other = [finding("b", "r", "v", "clean")] if name == "r" else []
@@ -141,7 +139,7 @@ def test_lines_are_wrapped_in_a_terminal_only(columns, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == [*first, "/a/path/" + "x" * 30]
 
 
-def test_texts_without_and_with_a_remedy_are_printed_side_by_side(capsys):
+def test_texts_without_and_with_a_remedy_are_side_by_side(capsys):
     sick, well = "The sea" + "<|endoftext|>" * 3, "The sea is a vast and mysterious realm, teeming with life."
     texts = {"prompts_off": ["the sea?"], "texts_off": [sick], "texts_on": [well]}
     fixed = off_on_off("a", "words", off="leaked", on="clean", again="leaked", **texts)

@@ -73,7 +73,7 @@ def _incident(name: str, findings: Sequence[Finding], width: int) -> Iterable[st
     whose = f"{matrix.provenance(ran)}, asked of: {matrix.grades(ran).replace('+', ', ')}"
     verdicts = _field("verdicts", matrix.counts(findings) + (f" ({whose})" if ran else ""), width)
     if not ran:
-        # Nothing may be said about what did not run.
+        # What did not run shows nothing.
         yield from verdicts
         return
     unexpected = [f"{f.question}, {f.variant}: {f.verdict}, expected {f.expected}" for f in ran if f.failed]
@@ -89,8 +89,8 @@ def _incident(name: str, findings: Sequence[Finding], width: int) -> Iterable[st
         yield from _field("" if number else "next", step, width)
 
 
-def _field(name: str, said: str, width: int) -> list[str]:
-    return wrapped(said, width, f"  {name:<9}", " " * 11) if said else []
+def _field(name: str, text: str, width: int) -> list[str]:
+    return wrapped(text, width, f"  {name:<9}", " " * 11) if text else []
 
 
 def _split(variant: str) -> tuple[str, str]:
@@ -100,15 +100,15 @@ def _split(variant: str) -> tuple[str, str]:
 
 
 def _failing(about: Incident, ran: Iterable[Finding]) -> list[str]:
-    """Each remedy that leaves a fault, with the cases in which it does and what is seen there."""
+    """Each remedy that leaves a fault, with the cases in which it does and the verdict there."""
     cases: dict[str, dict[str, str]] = {}
     cures: dict[str, list[bool]] = {}
     for found in ran:
         if found.question == OFF_ON_OFF and found.verdict != FIXED:
             name, where = _split(found.variant)
             # A wrong result shows no fault in its three runs.
-            seen = found.three.on if found.three and found.verdict != WRONG else found.verdict
-            cases.setdefault(name, {})[where] = seen
+            verdict = found.three.on if found.three and found.verdict != WRONG else found.verdict
+            cases.setdefault(name, {})[where] = verdict
         elif found.question.startswith(MATRIX):
             cures.setdefault(found.question.removeprefix(MATRIX), []).append(found.verdict == "cured")
     for found in ran:
@@ -116,12 +116,11 @@ def _failing(about: Incident, ran: Iterable[Finding]) -> list[str]:
         if is_tried and found.outcome is not Outcome.GOOD and "" not in cases.get(found.variant, {}):
             where = found.question.removeprefix("served ")
             cases.setdefault(found.variant, {})[where] = found.verdict
-    told = []
-    for name, words in cases.items():
-        said = "; ".join(f"{where}: {verdict}" if where else verdict for where, verdict in words.items())
-        told.append(f"{name} ({said})")
-    told += [f"{name} (cures none of {len(c)} causes)" for name, c in cures.items() if not any(c)]
-    return told
+    lines = []
+    for name, verdicts in cases.items():
+        parts = [f"{where}: {verdict}" if where else verdict for where, verdict in verdicts.items()]
+        lines.append(f"{name} ({'; '.join(parts)})")
+    return lines + [f"{name} (cures none of {len(c)} causes)" for name, c in cures.items() if not any(c)]
 
 
 def _fixed(ran: Sequence[Finding]) -> str:
@@ -135,8 +134,8 @@ def _fixed(ran: Sequence[Finding]) -> str:
     parts = []
     for name, wheres in cases.items():
         named = f"{len(wheres)} cases" if len(wheres) > 3 else "; ".join(filter(None, wheres))
-        said = named or ("in the other cases" if name in fails else "")
-        parts.append(f"{name} ({said})" if said else name)
+        where = named or ("in the other cases" if name in fails else "")
+        parts.append(f"{name} ({where})" if where else name)
     return ", ".join(parts)
 
 
