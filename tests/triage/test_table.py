@@ -78,6 +78,14 @@ def test_every_term_that_a_row_names_is_one_that_is_read():
             assert named <= words.get(name, named), (row.key, name)
 
 
+def test_readme_names_releases_by_model_as_the_rows_have_them():
+    by_model = (ROOT / "README.md").read_text().partition("| Model |")[2].partition("\n\n")[0]
+    ends = {end for row in ROWS for end in (row.releases[0], row.releases[-1])}
+    named = {*re.findall(r"\d+\.\d+\.\d+", by_model)}
+    assert named
+    assert named <= ends
+
+
 def test_every_confirmation_has_a_control(capsys):
     for row in ROWS:
         assert table.CONTROL in row.cells["Confirm"]
