@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.vllm import environment
+from tools import engine_lines
 
 from staleproof.triage import table
 from staleproof.vllm.sources import Sources
-from tests.vllm import environment
-from tools import engine_lines
 
 SOME = environment.also("0.19.1", "0.25.1", "0.33.0")
 
