@@ -170,7 +170,7 @@ class Facts:
         if backend:
             if "mla" in backend and "mla" not in self.traits:
                 self.trait("mla", True, self.origin["backend"])
-            only = engine()["gpus"].get(backend, ())
+            only = engine()["gpus"].get(backend) or re.findall("^(?:rocm|cpu|xpu)", backend)
             if len(only) == 1 and "gpu" not in known:
                 known["gpu"], self.origin["gpu"] = only[0], f"{backend.upper()} runs on no other"
         for remedy in (*self.helped, *self.failed):

@@ -76,7 +76,9 @@ def log(facts: Facts, text: str) -> None:
             facts.options = at if "non-default" in line else facts.options
             for key, value in PAIR.findall(line):
                 if key not in ("model", "model_tag"):
-                    option(facts, key, value, at)
+                    # What was asked for scales a tensor; what a checkpoint has may be otherwise.
+                    asked = key == "quantization" and "non-default" in line and value == "'fp8'"
+                    option(facts, key, "fp8-tensor" if asked else value, at)
         _line(facts, line, at)
         if COMMAND.search(line):
             command(facts, _joined(text[place : place + 10_000]), at)
