@@ -90,7 +90,7 @@ def test_spoilt_run_hides_no_other(tmp_path):
     path = tmp_path / "b" / "findings.jsonl"
     path.write_text(path.read_text()[:-20])
     errors = []
-    assert [run.folder.name for run in runs.read_all(tmp_path, spoilt=errors.append)] == ["a", "c"]
+    assert [run.folder.name for run in runs.read_all(tmp_path, on_error=errors.append)] == ["a", "c"]
     assert [str(path) in str(error) and "truncated" in str(error) for error in errors] == [True]
     with pytest.raises(RunFileError, match="truncated"):
         runs.read_all(tmp_path)

@@ -137,16 +137,16 @@ def read(folder: Path) -> Run:
 
 
 def read_all(
-    folder: Path | None = None, *, spoilt: Callable[[RunFileError], object] | None = None
+    folder: Path | None = None, *, on_error: Callable[[RunFileError], object] | None = None
 ) -> list[Run]:
     """Every recorded run of ``workbook/runs``, or of another folder, sorted by name.
 
     Args:
         folder: instead of ``workbook/runs``.
-        spoilt: called with the error of each run that cannot be read; the others are returned.
+        on_error: called with the error of each run that cannot be read; the others are returned.
 
     Raises:
-        RunFileError: a run cannot be read, and ``spoilt`` is ``None``.
+        RunFileError: a run cannot be read, and ``on_error`` is ``None``.
     """
     folder = folder or runs_folder()
     runs: list[Run] = []
@@ -156,9 +156,9 @@ def read_all(
         try:
             runs.append(read(path))
         except RunFileError as error:
-            if spoilt is None:
+            if on_error is None:
                 raise
-            spoilt(error)
+            on_error(error)
     return runs
 
 
@@ -285,9 +285,9 @@ def merged(
     Args:
         earlier: findings of the file.
         answers: findings of the run.
-        complete: incidents of which every question was asked. All their earlier findings are dropped, those
+        complete: incidents of which every question ran. All their earlier findings are dropped, those
             of removed questions too. An interrupted incident keeps its earlier findings of questions that
-            were not asked again.
+            did not run again.
         order: incidents in the order in which they are listed; others come last.
 
     >>> from staleproof.lab import bad, finding, good
@@ -474,8 +474,8 @@ def read_findings(path: Path, *, recorded: bool = True) -> list[Finding]:
         recorded: mark each RECORDED; else they keep the provenance that they were given.
 
     Raises:
-        RunFileError: as :func:`read_lines`, or a line is no finding: a field is missing or unknown, or says
-            something that it does not show.
+        RunFileError: as :func:`read_lines`, or a line is no finding: a field is missing or unknown, or shows
+            something else than it claims.
     """
     found = []
     for number, row in enumerate(read_lines(path), 1):

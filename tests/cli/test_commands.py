@@ -92,7 +92,7 @@ def test_run_prints_the_conclusion_and_keeps_the_findings(kept, incident, capsys
     assert lines[0] == "fake: a fake"
     assert "  symptom  it looks true" in lines
     assert "  fixed    ours" in lines
-    assert f"3 as expected, 0 not as expected, 1 not run ({word}, asked of: replica)" in out
+    assert f"3 as expected, 0 not as expected, 1 not run ({word}, evidence: replica)" in out
     assert "not run: 1 needs SM100 (-v lists them)" in lines
     # Neither single findings nor matrices.
     assert "empty_row" not in out
@@ -108,7 +108,7 @@ def test_run_v_prints_each_finding_and_the_matrices_after_the_conclusion(root, i
     assert f"{word}  fake, empty_row, broken: leaked  (replica)  [bad_rows 3]" in out
     assert f"{word}  fake, empty_row, cutlass: not run: needs SM100" in out
     assert (
-        out.index("broken: leaked") < out.index("fake: a fake") < out.index("fake     asked of  empty_row\n")
+        out.index("broken: leaked") < out.index("fake: a fake") < out.index("fake     evidence  empty_row\n")
     )
     assert "not run: fake, cutlass: needs SM100 (empty_row)" in out
 

@@ -17,13 +17,13 @@ from staleproof.report import conclusion, matrix
 TEXT = """\
 INTERPRETED
 
-mla_padding  asked of      empty_row  amax                     off/on/off
+mla_padding  evidence      empty_row  amax                     off/on/off
 -----------  ------------  ---------  -----------------------  ----------
 unwritten    real+replica  leaked     pad_only                 -
 ours         replica       clean      leaked (expected clean)  fixed
 cutlass      -             not run    not run                  not run
 
-mla_padding      asked of  ablation
+mla_padding      evidence  ablation
 ---------------  --------  --------
 all four         replica   leaked
 no padding rows  replica   clean
@@ -104,7 +104,7 @@ def test_unexpected_finding_is_not_hidden_by_a_later_good_one():
 def test_terminal_tables_split_where_they_do_not_fit(width, parts):
     *tables, ablation = matrix.tables(findings(), width)
     assert [[str(column.header) for column in table.columns] for table in tables] == [
-        ["variant", "asked of", *part] for part in parts
+        ["variant", "evidence", *part] for part in parts
     ]
     assert {str(table.title) for table in (*tables, ablation)} == {"mla_padding, INTERPRETED"}
     cells = {
@@ -112,7 +112,7 @@ def test_terminal_tables_split_where_they_do_not_fit(width, parts):
     }
     assert cells == {
         "variant": [(name, "") for name in ("unwritten", "ours", "cutlass")],
-        "asked of": [(grade, "") for grade in ("real+replica", "replica", "-")],
+        "evidence": [(grade, "") for grade in ("real+replica", "replica", "-")],
         "empty_row": [("leaked", "green"), ("clean", "green"), ("not run", "dim")],
         "amax": [("pad_only", "green"), ("leaked (expected clean)", "bold red"), ("not run", "dim")],
         "off/on/off": [("-", "dim"), ("fixed", "green"), ("not run", "dim")],
@@ -142,7 +142,7 @@ a: A title
   fixed    clamp (in the other cases), ours (top 4; graphs; x), many (4
            cases)
   verdicts 18 as expected, 6 not as expected, 1 not run (INTERPRETED,
-           asked of: real, replica)
+           evidence: real, replica)
   next     staleproof run a -v: every finding and the matrices
 
 unknown
@@ -180,7 +180,7 @@ def test_conclusion_names_symptom_cause_what_fails_and_what_is_fixed(monkeypatch
     assert good[2] == "  cause    it lies"
     # One incident is not counted twice.
     assert good[-2:] == [
-        "  verdicts 18 as expected, 0 not as expected, 0 not run (INTERPRETED, asked of: replica)",
+        "  verdicts 18 as expected, 0 not as expected, 0 not run (INTERPRETED, evidence: replica)",
         "  next     make lab: the walkthrough, notebooks/03_a.ipynb",
     ]
     # What fails by itself is not said again of each question in which it was served.

@@ -35,7 +35,7 @@ def test_start_prints_one_banner_line(device, capsys, monkeypatch):
 def test_observed_holds_what_came_out_and_what_was_claimed():
     seen = show.observed("rows", 5, 3, real("torch 2"))
     assert (seen.verdict, seen.expected, seen.failed) == ("otherwise", "as claimed", True)
-    assert (seen.numbers, seen.grade, seen.of) == ({"seen": "5", "claimed": "3"}, "real", "torch 2")
+    assert (seen.numbers, seen.grade, seen.of) == ({"found": "5", "claimed": "3"}, "real", "torch 2")
 
 
 def test_cell_that_ends_in_a_verdict_shows_its_line_only(capsys):
@@ -80,9 +80,9 @@ def test_expected_verdicts_by_variant_and_in_order(capsys):
 def test_verdict_without_findings_or_expected_verdict_is_refused():
     with pytest.raises(ValueError, match="findings: expected those that the verdict rests on, got none"):
         show.verdict("H1 held", [])
-    with pytest.raises(ValueError, match="says: expected a verdict for every finding"):
+    with pytest.raises(ValueError, match="expected: expected a verdict for every finding"):
         show.verdict("H1 held", finding("mla_padding", "served", "theirs", "nan"))
-    with pytest.raises(ValueError, match="says: expected 1 verdicts, got 2"):
+    with pytest.raises(ValueError, match="expected: expected 1 verdicts, got 2"):
         show.verdict("H1 held", show.observed("rows", 3, 3), ("as claimed", "as claimed"))
 
 

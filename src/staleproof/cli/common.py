@@ -112,7 +112,7 @@ def recorded_runs() -> tuple[Sequence[Run], Sequence[RunFileError]]:
     runs: list[Run] = []
     spoilt: list[RunFileError] = []
     with contextlib.suppress(store.CheckoutError):
-        runs = store.read_all(spoilt=spoilt.append)
+        runs = store.read_all(on_error=spoilt.append)
     return runs, spoilt
 
 

@@ -151,7 +151,7 @@ def timed(kernel: str, mode: str, says: str, *, peer: str, ours: str = "stalepro
         peer: provider that ours is compared with in the sentence.
         ours: our provider.
     """
-    runs = store.read_all(spoilt=lambda error: print(f"not shown: {error}"))
+    runs = store.read_all(on_error=lambda error: print(f"not shown: {error}"))
     for run in sorted(runs, key=lambda run: run.date, reverse=True):
         rows = [r for r in run.measurements if r["kernel"] == kernel and r["mode"] == mode]
         if {ours, peer} <= {r["provider"] for r in rows}:

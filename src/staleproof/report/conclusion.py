@@ -47,7 +47,7 @@ def text(findings: Sequence[Finding], width: int = 80, *, hint: bool = True) -> 
 def not_run_line(findings: Sequence[Finding], width: int = 80, *, hint: bool = True) -> list[str]:
     """One line for all that was not run, with the reasons that fit; no line if everything ran.
 
-    Without ``hint`` nothing else says the reasons: a line for each.
+    Without ``hint`` no other output has the reasons: a line for each.
     """
     reasons = Counter(found.note or "no reason given" for found in findings if not found.ran)
     if not reasons:
@@ -70,7 +70,7 @@ def _incident(name: str, findings: Sequence[Finding], width: int) -> Iterable[st
     about = INCIDENTS.get(name, _UNKNOWN)
     ran = [found for found in findings if found.ran]
     yield f"{name}: {about.title}" if about.title else name
-    whose = f"{matrix.provenance(ran)}, asked of: {matrix.grades(ran).replace('+', ', ')}"
+    whose = f"{matrix.provenance(ran)}, evidence: {matrix.grades(ran).replace('+', ', ')}"
     verdicts = _field("verdicts", matrix.counts(findings) + (f" ({whose})" if ran else ""), width)
     if not ran:
         # What did not run shows nothing.

@@ -5,7 +5,7 @@
 >>> key = Key("an_incident", "empty row", "ours")
 >>> print(text([finding(key, good("clean"), expected="clean")]).partition("\\n")[2])
 <BLANKLINE>
-an_incident  asked of  empty row
+an_incident  evidence  empty row
 -----------  --------  ---------
 ours         replica   clean
 <BLANKLINE>
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NOT_ASKED = "-"
-ASKED_OF = "asked of"
+EVIDENCE = "evidence"
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One panel: some questions of one incident, asked about much the same variants.
+    """One panel: some questions of one incident, about much the same variants.
 
     Attributes:
         incident: folder name.
@@ -53,7 +53,7 @@ class Matrix:
 def build(findings: Iterable[Finding]) -> list[Matrix]:
     """The panels of every incident, in the order of asking.
 
-    Successive questions share a panel if they were asked about much the same variants: one table of
+    Successive questions share a panel if they were about much the same variants: one table of
     all questions would be wide and mostly empty. If a cell has two findings, an unexpected verdict is
     shown; otherwise the later one.
     """
@@ -87,7 +87,7 @@ def provenance(findings: Iterable[Finding]) -> str:
 
 
 def grades(findings: Iterable[Finding]) -> str:
-    """What these findings were asked of, the strongest evidence first; ``-`` if none of them ran.
+    """The grades of these findings, the strongest evidence first; ``-`` if none of them ran.
 
     >>> from staleproof.lab import Key
     >>> from staleproof.lab import bad, finding, not_run
@@ -119,7 +119,7 @@ def text(findings: Sequence[Finding]) -> str:
     """
     lines = [provenance(findings)]
     for matrix in build(findings):
-        head = [matrix.incident, ASKED_OF, *matrix.questions]
+        head = [matrix.incident, EVIDENCE, *matrix.questions]
         rows = [
             [v, grades(matrix.row(v)), *(_cell(matrix, v, q) for q in matrix.questions)]
             for v in matrix.variants
@@ -137,8 +137,8 @@ def absences(findings: Iterable[Finding]) -> list[str]:
             key = f.incident, f.variant, f.note or "no reason given"
             questions.setdefault(key, []).append(f.question)
     return [
-        f"{NOT_RUN}: {incident}, {variant}: {why} ({'; '.join(asked)})"
-        for (incident, variant, why), asked in questions.items()
+        f"{NOT_RUN}: {incident}, {variant}: {why} ({'; '.join(names)})"
+        for (incident, variant, why), names in questions.items()
     ]
 
 
@@ -160,7 +160,7 @@ def tables(findings: Sequence[Finding], width: int = 80) -> list[Table]:
     for matrix in build(findings):
         columns = {
             "variant": [Text(variant) for variant in matrix.variants],
-            ASKED_OF: [Text(grades(matrix.row(variant))) for variant in matrix.variants],
+            EVIDENCE: [Text(grades(matrix.row(variant))) for variant in matrix.variants],
         }
         left = [*columns]
         for question in matrix.questions:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from staleproof.evidence import Fill, RowCounters
 
-Says = str | Sequence[str] | Mapping[str, str] | None
+Expected = str | Sequence[str] | Mapping[str, str] | None
 
 
 def start(device: str) -> str:
@@ -63,7 +63,7 @@ def observed(what: str, verdict: object, expected: object, evidence: Evidence = 
     True
     """
     ok = str(verdict) == str(expected)
-    answer = good_if(ok, "as claimed" if ok else "otherwise", seen=str(verdict), claimed=str(expected))
+    answer = good_if(ok, "as claimed" if ok else "otherwise", found=str(verdict), claimed=str(expected))
     return finding(Key("notebook", what, "here"), answer, expected="as claimed", evidence=evidence)
 
 
@@ -100,13 +100,13 @@ def _as_list(findings: Finding | Iterable[Finding]) -> list[Finding]:
     return found
 
 
-def verdict(text: str, findings: Finding | Iterable[Finding], says: Says = None) -> Printed:
+def verdict(text: str, findings: Finding | Iterable[Finding], expected: Expected = None) -> Printed:
     """Print one verdict line, if its findings say so: provenance, grade, then ``text``.
 
     Args:
         text: what the findings show.
         findings: all findings that the text rests on.
-        says: the verdicts that it rests on: one for all findings, one each in order, or by variant.
+        expected: the verdicts that it rests on: one for all findings, one each in order, or by variant.
             By default each finding's own expected verdict, which it must have.
 
     Returns:
@@ -127,16 +127,16 @@ def verdict(text: str, findings: Finding | Iterable[Finding], says: Says = None)
     False
     """
     found = _as_list(findings)
-    if isinstance(says, str) or says is None:
-        wanted: list[str | None] = [says or f.expected for f in found]
-    elif isinstance(says, Mapping):
-        wanted = [says[f.variant] for f in found]
+    if isinstance(expected, str) or expected is None:
+        wanted: list[str | None] = [expected or f.expected for f in found]
+    elif isinstance(expected, Mapping):
+        wanted = [expected[f.variant] for f in found]
     else:
-        require(len(says) == len(found), "says", f"{len(found)} verdicts", len(says))
-        wanted = list(says)
+        require(len(expected) == len(found), "expected", f"{len(found)} verdicts", len(expected))
+        wanted = list(expected)
     answers = [(f, want) for f, want in zip(found, wanted, strict=True) if f.ran]
-    unsaid = [f.variant for f, want in answers if want is None]
-    require(not unsaid, "says", "a verdict for every finding", f"none for {unsaid}")
+    missing = [f.variant for f, want in answers if want is None]
+    require(not missing, "expected", "a verdict for every finding", f"none for {missing}")
     other = [f for f, want in answers if f.verdict != want]
     assert not other, [(f.question, f.variant, f.verdict) for f in other]
     printed = Printed(ran(found))
@@ -292,9 +292,9 @@ def recorded_answers(incident: str, *questions: str, variants: str | Sequence[st
     """
     texts = (variants,) if isinstance(variants, str) else tuple(variants)
     shown = False
-    for run in store.read_all(spoilt=_not_shown):
-        asked = [f for f in run.findings if f.incident == incident and f.question in questions]
-        found = [f for f in asked if any(text in f.variant for text in texts)]
+    for run in store.read_all(on_error=_not_shown):
+        mine = [f for f in run.findings if f.incident == incident and f.question in questions]
+        found = [f for f in mine if any(text in f.variant for text in texts)]
         if not found:
             continue
         shown = True
@@ -407,10 +407,10 @@ class ToyStep:
         has_tokens = (self.seq_lens > 0)[:, None]
         left_there = torch.zeros_like(self.out) if self.writes_every_row else self.out
         self.out.copy_(torch.where(has_tokens, self.x, left_there))
-        seen = self.out
+        kept = self.out
         if self.amax == "fmax":
-            seen = torch.where(seen.isnan(), torch.zeros_like(seen), seen)
-        self.scaled.copy_(self.out if self.amax is None else self.out / seen.abs().max())
+            kept = torch.where(kept.isnan(), torch.zeros_like(kept), kept)
+        self.scaled.copy_(self.out if self.amax is None else self.out / kept.abs().max())
         if self.counters is not None:
             self.counters.begin()
             self.counters.observe("kernel", self.out, self.seq_lens)
@@ -429,6 +429,6 @@ class ToyStep:
         if fill is not None:
             fill(self.out[self.live :])
         self.graph.replay()
-        seen = [self.out.clone(), self.scaled.clone()]
+        outputs = [self.out.clone(), self.scaled.clone()]
         self.out.copy_(before)
-        return seen
+        return outputs

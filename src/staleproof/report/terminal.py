@@ -100,14 +100,14 @@ def finding_text(found: Finding) -> str:
     >>> finding_text(finding(key, not_run("needs SM100"))).split("  ")[1]
     'an_incident, empty row, theirs: not run: needs SM100'
     """
-    asked = f"{found.grade}, {found.of}" if found.of else found.grade
+    evidence = f"{found.grade}, {found.of}" if found.of else found.grade
     key = f"{found.provenance}  {found.key.text}: "
     if not found.ran:
         return f"{key}{found.verdict}: {found.note}"
     beside = f" (expected {found.expected})" if found.failed else ""
     numbers = ", ".join(f"{name} {_number(value)}" for name, value in found.numbers.items())
     three = f"  {found.three.text}" if found.three else ""
-    return f"{key}{found.verdict}{beside}{three}  ({asked})" + (f"  [{numbers}]" if numbers else "")
+    return f"{key}{found.verdict}{beside}{three}  ({evidence})" + (f"  [{numbers}]" if numbers else "")
 
 
 def _number(value: object) -> str:
@@ -152,7 +152,7 @@ def print_verdicts(findings: Sequence[Finding], runs: Sequence[Run], verbose: bo
 
 
 def print_words(findings: Sequence[Finding]) -> None:
-    """Print what users read without a remedy and with it, side by side, where a real model was asked.
+    """Print what users read without a remedy and with it, side by side, where a real model answers.
 
     Args:
         findings: of one run.

@@ -226,11 +226,11 @@ def cured_late(load: Scene, device: str) -> Answer:
     """New blocks are zeroed from the last third on. Are requests clean that begin after that?"""
     scene = replace(load, device=device)
     start = scene.steps * 2 // 3
-    seen = judge(scene, partial(broken.ZeroFromStep, start=start))
+    result = judge(scene, partial(broken.ZeroFromStep, start=start))
     owners = trace_of(scene).owners
     later = {*owners[start:].unique().tolist()} - {*owners[:start].unique().tolist()}
-    hurt = later & seen.corrupted
-    log = tenancies(scene, seen.served)
+    hurt = later & result.corrupted
+    log = tenancies(scene, result.served)
     return good_if(
         not hurt,
         NAN if hurt else CLEAN,
@@ -356,13 +356,13 @@ def race(how: tuple[Remedy, int], device: str) -> Answer:
     """
     remedy, ahead = how
     scene = brief(device, blocks=2 * brief(device).batch + 1)
-    seen = judge(scene, remedy, ahead=ahead, delay=_late(device) if ahead else _in_time)
-    log = tenancies(scene, seen.served)
-    suspects = [s for r in sorted(seen.corrupted) for s in log.explain(r) if not s.via]
+    result = judge(scene, remedy, ahead=ahead, delay=_late(device) if ahead else _in_time)
+    log = tenancies(scene, result.served)
+    suspects = [s for r in sorted(result.corrupted) for s in log.explain(r) if not s.via]
     return good_if(
-        seen.verdict == CLEAN,
-        seen.verdict,
-        **seen.numbers,
+        result.verdict == CLEAN,
+        result.verdict,
+        **result.numbers,
         live_blocks_wiped=sum(s.kind == WIPED for s in suspects),
         stale_blocks_kept=sum(s.kind == STALE for s in suspects),
     )
@@ -502,7 +502,7 @@ def _sleep_and_wake(outside: bool) -> Answer:
 class Witness(NamedTuple):
     """A way to look for the growing list, and whether garbage collection is frozen."""
 
-    seen: str
+    way: str
     blocks: int
     frozen: bool
 
@@ -523,7 +523,7 @@ class Witness(NamedTuple):
 def who_sees(witness: Witness, device: str) -> Answer:
     """The list of new ids grows. Does this way of looking find it?"""
     memory = host_memory(witness.blocks, taken=False, frozen=witness.frozen)
-    return good("seen") if getattr(memory, witness.seen) else bad("hidden")
+    return good("seen") if getattr(memory, witness.way) else bad("hidden")
 
 
 cpu_engine.add(incident)
