@@ -6,11 +6,13 @@ import json
 import math
 import os
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from staleproof.vllm import live
+from staleproof.vllm.plugin import patches
 from staleproof.vllm.standing import registry
 from staleproof.whole.load import Arrival
 
@@ -133,14 +135,24 @@ def counters() -> dict[str, int]:
 
 
 def switch(off: Sequence[str]) -> None:
-    """Switch these patches off and all others on, as an operator does: by the plugin's switch file."""
-    file = Path(os.environ[live.SWITCH])
+    """Switch these patches off and all others on, as an operator does: by the plugin's switch file.
+
+    Raises:
+        RuntimeError: the plugin does not do it within ten of the seconds in which its thread looks.
+    """
+    file, wanted = Path(os.environ[live.SWITCH]), {*off}
     if off:
         file.write_text(" ".join(off), encoding="utf-8")
     else:
         file.unlink(missing_ok=True)
-    # What the plugin's thread does each second.
-    live.tick()
+    until = time.monotonic() + 10 * live.BEAT_S
+    while True:
+        now = {name for name in patches() if registry.is_switched_off(name)}
+        if now == wanted or (wanted and wanted < now):
+            return
+        if time.monotonic() > until:
+            raise RuntimeError(f"switched off: expected {sorted(wanted)}, got {sorted(now)}")
+        time.sleep(0.05)
 
 
 def states_of(*patches: str) -> dict[str, str]:
