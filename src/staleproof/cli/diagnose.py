@@ -119,7 +119,7 @@ def _symptom(facts: Facts, said: str) -> None:
     parts = re.split(r"[,|+ ]+", said.strip().lower())
     if {*parts} <= {*table.symptoms()}:
         for part in parts:
-            facts.see(part, "--symptom")
+            facts.add_symptom(part, "--symptom")
         return
     before = len(facts.symptoms)
     read.words(facts, said)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from staleproof.triage import judge
-from staleproof.triage.facts import ASK, Facts, says
+from staleproof.triage.facts import ASK, Facts, described
 from staleproof.triage.judge import AGAINST, MEASURED, OPEN, UNLESS, Judgement
 from staleproof.triage.table import CONTROL, Row, plain, symptoms
 from staleproof.triage.text import wrapped
@@ -143,7 +143,9 @@ def as_text(facts: Facts, found: Sequence[Judgement], width: int = 80, *, verbos
 def _parts(facts: Facts, found: Sequence[Judgement], verbose: bool) -> Iterator[tuple[str, str]]:
     """The answer's parts: how a line begins, and its text."""
     names = ["symptom", *(name for name in (*ASK, *facts.known) if name in facts.known), "model", "setup"]
-    known = [said for name in dict.fromkeys(names) if not (said := says(facts, name)).endswith(f"{name} ")]
+    known = [
+        said for name in dict.fromkeys(names) if not (said := described(facts, name)).endswith(f"{name} ")
+    ]
     yield "known: ", "; ".join(known) or "nothing"
     for name, tried in (("helped: ", facts.helped), ("did not help: ", facts.failed)):
         if tried:
@@ -196,7 +198,7 @@ def _further(facts: Facts, rows: Sequence[Judgement], title: str) -> Iterator[tu
     if may:
         yield title, ""
     for one in may[:SHOWN]:
-        needs = [*map(one.asks, one.unknown)]
+        needs = [*map(one.question, one.unknown)]
         if "version" in one.unknown and "version" in facts.known:
             needs = [need for need in needs if need != "--version"] + [f"a release of {one.row.affected}"]
         yield f"  {one.row.key}: ", "; ".join([*one.signs, *one.reported, *needs]) or one.status

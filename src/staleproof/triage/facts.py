@@ -70,7 +70,7 @@ class Facts:
         """
         word, notes = given.strip().strip("'\""), len(self.notes)
         if name == "symptom":
-            self.see(word, origin)
+            self.add_symptom(word, origin)
         elif name == "version":
             self._learn_version(word, origin)
         elif name in ("model", "parallel", "with"):
@@ -83,7 +83,7 @@ class Facts:
             self.notes.append(f"{origin}: {word} is no word for {name} that we know; answered without it")
         del self.notes[len(self.notes) if note else notes :]
 
-    def see(self, symptom: str, origin: str) -> None:
+    def add_symptom(self, symptom: str, origin: str) -> None:
         """Take a symptom; several may be true."""
         if symptom not in self.symptoms:
             self.symptoms.append(symptom)
@@ -276,10 +276,10 @@ def remedies(text: str) -> list[str]:
     return [name for name, entry in terms("remedies").items() if re.search(entry["words"], low)]
 
 
-def says(facts: Facts, name: str) -> str:
+def described(facts: Facts, name: str) -> str:
     """One fact and where it comes from.
 
-    >>> says(Facts(known={"gpu": "sm90"}, origin={"gpu": "line 12"}), "gpu")
+    >>> described(Facts(known={"gpu": "sm90"}, origin={"gpu": "line 12"}), "gpu")
     'gpu sm90 (line 12)'
     """
     if name in ("symptom", "model", "setup"):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from staleproof.triage import table
-from staleproof.triage.facts import ASK, SETUP, Facts, says
+from staleproof.triage.facts import ASK, SETUP, Facts, described
 from staleproof.triage.table import GRADES, Row
 
 FITS, SO_FAR, OPEN, MEASURED, UNLESS, AGAINST = (
@@ -76,10 +76,10 @@ class Judgement:
         rest = (reported, unknown, fits) if self.unknown else (fits, reported, unknown)
         return ORDER.index(self.status), -len(self.signs), -seen, first, common, *rest, grade
 
-    def asks(self, name: str) -> str:
+    def question(self, name: str) -> str:
         """An unknown fact by its option, with what this row needs of it.
 
-        >>> judge(table.of("decode_buffer")[0], Facts()).asks("phase")
+        >>> judge(table.of("decode_buffer")[0], Facts()).question("phase")
         '--phase serving?'
         """
         values = self.row.needs.get(name, ())
@@ -109,7 +109,7 @@ def judge(row: Row, facts: Facts) -> Judgement:
     for name, values in (("symptom", row.symptoms), ("version", row.releases), *row.needs.items()):
         met = facts.meets(name, values)
         if met:
-            because.append(says(facts, name))
+            because.append(described(facts, name))
         elif met is None:
             # Few servers run on a CPU.
             (setup if name == "setup" or values == ["cpu"] else unknown).append(name)
@@ -118,8 +118,10 @@ def judge(row: Row, facts: Facts) -> Judgement:
         elif name == "version":
             against.append(f"vLLM {facts.known['version']} does not have it ({row.affected} do)")
         else:
-            against.append(f"{says(facts, name)}; it needs {' or '.join(values)}")
-    against += [says(facts, name) for name, values in row.excludes.items() if facts.known.get(name) in values]
+            against.append(f"{described(facts, name)}; it needs {' or '.join(values)}")
+    against += [
+        described(facts, name) for name, values in row.excludes.items() if facts.known.get(name) in values
+    ]
     in_place = [patch for patch in row.patches if patch in facts.in_place]
     if in_place and len(in_place) == len(_needed(row, facts)):
         against.append(f"patched, by the log: {', '.join(in_place)}")
@@ -191,7 +193,7 @@ def looks_like(facts: Facts, found: Sequence[Judgement] = ()) -> tuple[str, str]
         elif needs := entry.get("needs"):
             met = all(facts.meets(name, values) for name, values in needs.items())
             if met and {*facts.symptoms} & {*entry["symptoms"]} and not (signed and len(needs) < 3):
-                return entry["says"], ", ".join(says(facts, name) for name in needs)
+                return entry["says"], ", ".join(described(facts, name) for name in needs)
     return "", ""
 
 

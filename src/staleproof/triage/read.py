@@ -85,7 +85,7 @@ def log(facts: Facts, text: str) -> None:
         seen = [name for name, entry in table.symptoms().items() if re.search(entry.get("log", "(?!)"), line)]
         if seen and not symptom:
             symptom = number
-            facts.see(seen[0], at)
+            facts.add_symptom(seen[0], at)
             if number >= ready:
                 facts.learn("phase", "serving", at)
         for word, entry in _others().items():
@@ -274,7 +274,7 @@ def words(facts: Facts, text: str, at: str = "your words") -> None:
             facts.others.setdefault(entry, at)
     low = text.lower()
     for name, found in symptoms(low).items():
-        facts.see(name, f"{at}: {found.strip()}")
+        facts.add_symptom(name, f"{at}: {found.strip()}")
     names = [name for name, (_, typed) in terms("servers").items() if re.search(typed, low)]
     if names and not re.search(r"\bvllm\b(?!.ascend)", low):
         facts.server, facts.origin["server"] = names[0], at
