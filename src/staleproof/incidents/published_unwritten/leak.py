@@ -145,6 +145,7 @@ def _follow(memory: Memory) -> Any:
 # --- The questions.
 
 RELEASED = "released"
+STATES = ("off", "on", "again")
 LEAKED, CLEAN = "another guest's code", "no code"
 PATCHED = "unpublish, whole vLLM, in words"
 
@@ -169,7 +170,7 @@ def _served(policy: str, states: Sequence[str], device: str) -> dict[str, Any]:
 
 # Name -> one engine.
 ENGINES = {
-    "patched": Scene("a whole vLLM with the plugin", partial(_served, "priority", ("off", "on", "again"))),
+    "patched": Scene("a whole vLLM with the plugin", partial(_served, "priority", STATES)),
     "as released": Scene("a whole vLLM", partial(_served, "priority", (RELEASED,))),
     "FCFS": Scene("a whole vLLM, FCFS", partial(_served, "fcfs", (RELEASED,))),
 }
@@ -224,7 +225,11 @@ def texts(found: lab.Finding) -> list[tuple[str, str, str]]:
     """What Carla was told: (whose code ran, state of the patch or name of the variant, text)."""
     if found.three is None:
         return [(found.of, found.variant, text) for text in found.numbers.get("texts", ())]
-    return [(found.of, state, found.numbers[f"texts_{state}"][0]) for state in ("off", "on", "again")]
+    # The recorded runs of 2026-11-28 name one text, not a list.
+    of = {
+        state: found.numbers.get(f"texts_{state}", [found.numbers.get(f"text_{state}")]) for state in STATES
+    }
+    return [(found.of, state, str(one[0])) for state, one in of.items()]
 
 
 def main() -> None:
