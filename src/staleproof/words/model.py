@@ -27,6 +27,10 @@ END = 2
 _SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 # Takes the layer, q (tokens, 9, 64), k and v (tokens, 3, 64), the first two rotated; returns (tokens, 576).
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# The 1,536 elements of a feed-forward layer as experts of 192 each. Takes (tokens, 576); returns the weight
+# of each expert, (tokens, 8). With weights of 1 the layer is exactly the model's.
+EXPERTS = 8
+Route = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _wheel_file() -> Path | None:
@@ -107,19 +111,24 @@ class SmolLM2:
                     "down": weight(f"{block}.ffn_down"),
                 }
             )
-        # The feed-forward part, called with (layer, x). Incident 3 puts experts here.
-        self.feed_forward: Callable[[int, torch.Tensor], torch.Tensor] = self._gated
         self._tokenizer = _tokenizer(field)
         self._prefilled: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, *, last_only: bool = False
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        *,
+        route: Route | None = None,
+        last_only: bool = False,
     ) -> torch.Tensor:
         """Logits (tokens, 49152) float32 of tokens at their positions, both (tokens,) int64.
 
         Args:
             tokens, positions: what is computed.
             attend: attention of one layer, which also keeps k and v.
+            route: weighs the eighths of each feed-forward layer as experts.
             last_only: logits of the last token only, (1, 49152).
         """
         x = self._embedding[tokens]
@@ -132,7 +141,7 @@ class SmolLM2:
             qkv = functional.linear(self._rms(x, block["attn_norm"]), block["qkv"])
             q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in qkv.split(sizes, -1))
             x = x + functional.linear(attend(layer, _rotate(q, turn), _rotate(k, turn), v), block["o"])
-            x = x + self.feed_forward(layer, self._rms(x, block["ffn_norm"]))
+            x = x + self._feed_forward(block, self._rms(x, block["ffn_norm"]), route)
         x = self._rms(x[-1:] if last_only else x, self._norm)
         # The output layer is the embedding. In this order the product is the faster one for few rows.
         return (self._embedding @ x.t()).t()
@@ -140,9 +149,14 @@ class SmolLM2:
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self._eps) * weight
 
-    def _gated(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        gate, up = functional.linear(x, self._blocks[layer]["gate_up"]).chunk(2, -1)
-        return functional.linear(functional.silu(gate) * up, self._blocks[layer]["down"])
+    def _feed_forward(
+        self, block: dict[str, torch.Tensor], x: torch.Tensor, route: Route | None
+    ) -> torch.Tensor:
+        gate, up = functional.linear(x, block["gate_up"]).chunk(2, -1)
+        inner = functional.silu(gate) * up
+        if route is not None:
+            inner = (inner.unflatten(-1, (EXPERTS, -1)) * route(x)[..., None]).flatten(-2)
+        return functional.linear(inner, block["down"])
 
     def prefill(self, prompt: str) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Keys and values of a prompt, (layers, tokens, 3, 64) each, and the first token of its answer.

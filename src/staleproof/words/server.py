@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from staleproof import check
-from staleproof.words.model import END, SmolLM2
+from staleproof.words.model import END, Route, SmolLM2
 
 RANK, ROPE, SCALE = 512, 64, 0.125
 # Query heads are padded to 16, since many kernels need a multiple of that. The added ones are zeros.
@@ -65,6 +65,7 @@ class Server:
         dtype: of the cache, of q and of the attention output.
         state_blocks: blocks that each request holds for float32 state beside its KV, as the Mamba layers of
             a hybrid model do in the same pool. Their content is normal numbers, written once.
+        route: experts of the feed-forward layers in decode steps; see :meth:`SmolLM2.forward`.
         on_new: called with the ids of a request's new KV blocks before they are written; a remedy.
     """
 
@@ -82,10 +83,11 @@ class Server:
         longest: int = 96,
         dtype: torch.dtype = torch.float32,
         state_blocks: int = 0,
+        route: Route | None = None,
         on_new: Callable[[list[int]], object] | None = None,
     ) -> None:
         self.model, self.kernel, self.memory = model, kernel, memory
-        self.quantise, self.clear, self.on_new = quantise, clear, on_new
+        self.quantise, self.clear, self.on_new, self.route = quantise, clear, on_new, route
         self.rows, self.page, self.longest, self.state_blocks = rows, page, longest, state_blocks
         width, device = -(-longest // page), model.device
         blocks = rows * (width + state_blocks) if blocks is None else blocks
@@ -198,7 +200,7 @@ class Server:
 
     def step(self) -> None:
         """One decode step of all rows, from :attr:`tokens` to :attr:`logits`. Can be captured in a graph."""
-        self.logits = self.model.forward(self.tokens, self.positions, self.attend)
+        self.logits = self.model.forward(self.tokens, self.positions, self.attend, route=self.route)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of one layer in a decode step: write k and v, run the kernel, then what comes behind it.

@@ -11,7 +11,7 @@ import torch
 
 from staleproof.device import Provenance
 from staleproof.grades import REPLICA, Evidence, real
-from staleproof.incidents.moe_routing import broken, consumer, fp8, fused_moe, ranks, scene
+from staleproof.incidents.moe_routing import broken, consumer, fp8, fused_moe, in_words, ranks, scene
 from staleproof.incidents.moe_routing.batch import (
     IDS,
     ILLEGAL_ACCESS,
@@ -492,3 +492,5 @@ incident.fixes(
     compare=wrong,
     expect="wrong",
 )
+
+in_words.add(incident)
