@@ -9,7 +9,7 @@ from tools import engine_lines
 from staleproof.triage import table
 from staleproof.vllm.sources import Sources
 
-SOME = environment.also("0.19.1", "0.25.1", "0.33.0")
+SOME = environment.also("0.19.1", "0.24.0", "0.33.0")
 
 
 @pytest.mark.parametrize("release", SOME)

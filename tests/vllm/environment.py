@@ -35,7 +35,7 @@ TOOLS = ("setuptools>=77,<81", "setuptools_scm", "wheel", "packaging", "setuptoo
 # The releases that the tests import whole, of which each patch is needed in one, and all of which tests and
 # notebooks read single files.
 TESTED = ("0.19.1", "0.22.1", "0.33.0")
-READ = ("0.17.1", "0.18.1", "0.19.1", "0.20.0", "0.22.1", "0.26.0", "0.33.0")
+READ = ("0.17.1", "0.18.1", "0.19.1", "0.20.0", "0.22.1", "0.24.0", "0.26.0", "0.33.0")
 # Further releases for the tests, e.g. STALEPROOF_VLLM=0.20.2,0.32.0: one of your choice at each change.
 # STALEPROOF_VLLM=all are all of the table, before a patch's probe or range is changed: 4 GB.
 FURTHER = tuple(filter(None, os.environ.get("STALEPROOF_VLLM", "").split(",")))
@@ -54,6 +54,8 @@ FUSED_QUANT = "activation_nvfp4_quant_fusion_kernels.cu"
 
 def also(*releases: str) -> list[str]:
     """These releases, and those of ``STALEPROOF_VLLM``."""
+    # Otherwise a test would fetch one by itself, half a minute of it, at the first run of a machine.
+    assert {*releases} <= {*READ}, f"READ lacks a release of {releases}"
     return [*dict.fromkeys((*releases, *FURTHER))]
 
 

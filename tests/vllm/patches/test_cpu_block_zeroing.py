@@ -19,7 +19,7 @@ from staleproof.vllm.standing import registry
 
 CPU_ATTENTION, BACKEND = "vllm.v1.attention.backends.cpu_attn", "vllm.v1.attention.backend"
 # The first dimension of a cache is two, for keys and values, up to 0.22.1, and the blocks from 0.23.0 on.
-RELEASES = ("0.19.0", "0.22.1", "0.23.0", "0.24.0")
+RELEASES = ("0.19.1", "0.22.1", "0.24.0")
 BLOCKS, HEADS, SIZE, HEAD, RATIO = 6, 2, 16, 8, 2
 
 
