@@ -1,4 +1,4 @@
-"""Figures for the notebook of incident 2: sizes from shapes, and the headroom of the reported server."""
+"""Figures for the notebook of incident 2: the headroom of the reported server."""
 
 from __future__ import annotations
 
@@ -8,30 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from staleproof.evidence.ledger import Usage, size_text
 from staleproof.incidents.decode_buffer.allocator import GIB
-from staleproof.incidents.decode_buffer.model import decode_out_bytes
-from staleproof.incidents.decode_buffer.setups import MAX_NUM_SEQS, OFF, REPORT, ServerCase, run_server
+from staleproof.incidents.decode_buffer.setups import OFF, REPORT, ServerCase, run_server
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-class Arithmetic(NamedTuple):
-    """One reading of the report: rows of a decode step, bytes a layer and over all layers."""
-
-    batch: int
-    layer_bytes: int
-    total_bytes: int
-    source: str
-
-
-def arithmetic() -> list[Arithmetic]:
-    """Both readings of "~256 MiB a layer, 15 GiB", from shapes."""
-    readings = {
-        REPORT.batch: "max_cudagraph_capture_size; the comment on vLLM #37442",
-        MAX_NUM_SEQS: "--max-num-seqs of the same command; the dispatcher keeps no larger size",
-    }
-    each = {batch: decode_out_bytes(batch, REPORT.heads, rank=REPORT.rank) for batch in readings}
-    return [Arithmetic(n, each[n], REPORT.layers * each[n], source) for n, source in readings.items()]
 
 
 class Headroom(NamedTuple):
