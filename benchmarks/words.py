@@ -116,6 +116,8 @@ def all_kernels() -> dict[str, tuple[str, Kernel | str]]:
         ),
         "mla_decode": ("ours: staleproof.mla_decode", mla_decode),
     }
+    if DEVICE == "cpu":
+        found = {"torch": ("ours, in torch: leaves empty rows unwritten", kernels.torch_unwritten)} | found
     for key, peer in {**flashinfer_peers(), "flashmla": flashmla(), "torch_sdpa": torch_sdpa()}.items():
         found[key] = peer.name, peer.unavailable_reason or Planned(peer)
     return found
@@ -137,7 +139,9 @@ def runs_of(kernel: Kernel) -> dict[str, tuple[int, dict[str, Any]]]:
         "NaN, again": (3, {"memory": NAN}),
         "zeros": (3, {}),
         "x 1,000": (3, {"memory": 1e3}),
+        "x 1,000, clear_empty_rows": (3, {"memory": 1e3, "clear": clear_empty_rows}),
         "x 100,000": (3, {"memory": 1e5}),
+        "x 100,000, clear_empty_rows": (3, {"memory": 1e5, "clear": clear_empty_rows}),
         "as allocated": (3, {"kernel": as_allocated(kernel)}),
     }
 

@@ -1,10 +1,17 @@
-"""Shows what users of a real model read."""
+"""Shows what users of a real model read, in this process or on a recorded machine.
+
+The recorded machines are the files of ``workbook/words``, each written by ``benchmarks/words.py``.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from staleproof.runs import checkout
 
 if TYPE_CHECKING:
     from staleproof.lab import Finding
@@ -30,3 +37,60 @@ def read_by_users(found: Finding) -> Sequence[tuple[str, str, str]]:
     """
     columns = [found.numbers.get(name, ()) for name in ("prompts_off", "texts_off", "texts_on")]
     return [(prompt, one_line(off), one_line(on)) for prompt, off, on in zip(*columns, strict=True)]
+
+
+def recorded(path: Path) -> tuple[str, list[Mapping[str, Any]]]:
+    """Machine, day and grade of a recorded file in one line, and its runs.
+
+    Raises:
+        ValueError: it is not such a file.
+    """
+    try:
+        head, *lines = map(json.loads, path.read_text().splitlines())
+        title = f"{head['machine']['name']}, {head['date']}, {head['commit']}: {head['grade']}"
+        return title, [line for line in lines if "not_run" not in line]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{path.name}: expected lines of benchmarks/words.py, got {error!r}") from error
+
+
+REMEDY = "clear_empty_rows"
+
+
+def _verdict(run: Mapping[str, Any]) -> str:
+    dead = [step for step in run["died"] if step]
+    if dead:
+        return f"{len(dead)} of {len(run['died'])} dead from step {min(dead)} on"
+    return "right words" if run["equal_to_clean"] else "other words"
+
+
+def control() -> None:
+    """Let a reader pick a recorded kernel, what memory held, and the remedy, and show the texts.
+
+    Without a front end: a table with one text of each run.
+    """
+    from staleproof.report import show
+
+    for path in sorted((checkout() / "workbook/words").glob("*.jsonl")):
+        title, runs = recorded(path)
+        print(f"RECORDED {title}")
+        # Kernel, memory, remedy -> run.
+        by_name: dict[tuple[str, ...], Mapping[str, Any]] = {}
+        for run in runs:
+            memory, with_remedy = run["run"].removesuffix(f", {REMEDY}"), run["run"].endswith(REMEDY)
+            by_name[run["kernel"], memory, REMEDY if with_remedy else "none"] = run
+        kernels, memories, _ = ([*dict.fromkeys(names)] for names in zip(*by_name, strict=True))
+
+        def draw(kernel: str, memory: str, remedy: str, by_name: Any = by_name) -> None:
+            run = by_name.get((kernel, memory, remedy))
+            if run is None:
+                print("not recorded")
+                return
+            print(f"{run['name']}: {_verdict(run)}")
+            show.table(("asked", "read"), zip(run["prompts"], map(one_line, run["texts"]), strict=True))
+
+        def instead(by_name: Any = by_name) -> None:
+            (asked,) = {run["prompts"][1] for run in by_name.values()}
+            rows = ((*name, _verdict(run), one_line(run["texts"][1])) for name, run in by_name.items())
+            show.table(("kernel", "memory", "remedy", "verdict", asked), rows)
+
+        show.turn(draw, instead, kernel=kernels, memory=memories, remedy=("none", REMEDY))
