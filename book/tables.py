@@ -14,6 +14,7 @@ import itables.options
 import pandas as pd
 from docutils import nodes
 from docutils.parsers.rst import Directive
+from itables.javascript import generate_init_offline_itables_html
 from markdown_it import MarkdownIt
 from sphinx.application import Sphinx
 
@@ -31,7 +32,9 @@ def inline(text: str) -> str:
 def drawn(frame: pd.DataFrame, classes: str, **options: Any) -> str:
     """A table with a search field, as HTML that needs nothing from elsewhere."""
     itables.options.warn_on_undocumented_option = False
-    return itables.to_html_datatable(
+    # DataTables itself, in each page with a table: no page loads anything from another machine.
+    library = generate_init_offline_itables_html(itables.options.dt_bundle)
+    return library + itables.to_html_datatable(
         frame,
         classes=f"display compact {classes}",
         style="width:100%;table-layout:auto",
