@@ -148,8 +148,6 @@ def defects(sources: Sources) -> dict[str, bool]:
     def text(*paths: str) -> str:
         return "".join(_or_nothing(sources, path) for path in paths)
 
-    cpu = text("v1/worker/cpu_model_runner.py")
-    body = re.search(r"def _zero_block_ids\(.*?(?=\n    def |\n    # ===)", cpu, re.S)
     ragged = text(
         "model_executor/layers/attention/mla_attention.py",
         "v1/attention/backends/mla/prefill/trtllm_ragged.py",
@@ -160,7 +158,6 @@ def defects(sources: Sources) -> dict[str, bool]:
     workers = text(*(f"{nixl}/{name}.py" for name in ("nixl_connector", "nixl/worker", "nixl/base_worker")))
     failed = re.search(r"def _handle_failed_transfer\(.*?\n    def ", workers, re.S)
     return {
-        "cpu_hybrid": bool(body and body[0].rstrip().endswith("pass")),
         "ragged_prefill": "trtllm_ragged" in ragged.lower()
         and "mask_empty_context" not in ragged
         and "plan_mla_context_chunks" not in ragged,
