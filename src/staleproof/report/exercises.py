@@ -113,7 +113,7 @@ def exercises(notebook: str) -> Exercises:
         ValueError: a notebook without exercises that can be checked.
 
     >>> _ = exercises("05")(1, 1.5)
-    exercise 1: not yet: expected a whole number, got 1.5. Lines of 16 bytes: see "First bad stage".
+    exercise 1: not yet: expected a whole number, got 1.5. Lines of 16 bytes: see the picture of a tile.
     """
     require(notebook in ALL, "notebook", f"one of {sorted(ALL)}", repr(notebook))
     return Exercises({int(number): _exercise(**entry) for number, entry in ALL[notebook].items()})
