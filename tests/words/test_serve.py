@@ -48,9 +48,10 @@ def test_tokens_through_mla_equal_plain_attention():
         assert tokens[-6:] == ids
 
 
-def test_attention_through_mla_equals_float64_attention_of_the_heads():
-    """The largest error over 30 layers of two steps; outputs are at most about 3."""
-    from staleproof.words.kernels import torch_unwritten
+@pytest.mark.parametrize("kernel", ["torch", "mla_decode"])
+def test_attention_through_mla_equals_float64_attention_of_the_heads(kernel):
+    """The largest error over 30 layers of two steps. Outputs are up to 5.3."""
+    from staleproof.words.kernels import KERNELS
 
     if device.has_cuda():
         pytest.skip("on a CUDA device it is bfloat16")
@@ -72,9 +73,9 @@ def test_attention_through_mla_equals_float64_attention_of_the_heads():
             return got
 
     with torch.inference_mode():
-        Compared(model, kernel=torch_unwritten, rows=1).serve(ONE, 3)
+        Compared(model, kernel=KERNELS[kernel], rows=1).serve(ONE, 3)
     assert len(errors) == 2 * 30
-    assert max(errors) < 2e-5, max(errors)
+    assert max(errors) < 1e-5, max(errors)
 
 
 def test_nan_in_old_memory_kills_every_request_in_the_first_step(clean_three):

