@@ -1,4 +1,4 @@
-"""What notebook cells print, and the toy that orientation is told with."""
+"""What notebook cells print."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 from tests.made import finding, not_run, off_on_off
 
 from staleproof import device as devices
 from staleproof import runs as store
-from staleproof.evidence import CLEAN, RowCounters, judge_rows, pad_invariance, plant, row_states
 from staleproof.grades import real
 from staleproof.lab import Outcome
 from staleproof.report import show
@@ -223,65 +221,3 @@ def test_without_ipywidgets_the_table_is_shown(monkeypatch):
     seen: list[str] = []
     show.turn(print, lambda: seen.append("table"), live=range(1, 17))
     assert seen == ["table"]
-
-
-def test_toy_leaves_rows_without_tokens_alone(device):
-    toy = show.ToyStep(device)
-    plant(toy.out)
-    toy.serve(live=2)
-    assert row_states(toy.out) == ["finite"] * 2 + ["unwritten"] * 4
-    assert toy.scaled[:2, 0].tolist() == [1, 2]
-    toy.serve(live=6)
-    for amax in ("torch.max", "fmax"):
-        scaled = show.ToyStep(device, amax=amax)
-        scaled.serve(live=4)
-        assert scaled.scaled[:, 3].tolist() == [0.25, 0.5, 0.75, 1, 0, 0]
-    toy.x.fill_(9)
-    toy.serve(live=2)
-    assert toy.out[:, 0].tolist() == [9, 9, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize(
-    ("writes_every_row", "amax", "verdict"),
-    [
-        (True, "torch.max", "clean"),
-        (False, None, "pad_only"),
-        (False, "fmax", "pad_only"),
-        (False, "torch.max", "leaked"),
-    ],
-)
-def test_toy_gives_the_verdict_it_is_built_for(device, writes_every_row, amax, verdict):
-    toy = show.ToyStep(device, writes_every_row=writes_every_row, amax=amax)
-    plant(toy.out)
-    toy.serve(live=3)
-    before = toy.out.clone().view(torch.int32)
-    assert judge_rows(toy, toy.live) == verdict
-    assert bool(pad_invariance(toy, toy.live)) == (writes_every_row or amax is None)
-    # Judging is looking: what lay in the padding still lies there.
-    assert torch.equal(toy.out.view(torch.int32), before)
-
-
-def test_sick_request_of_the_toy_is_live_born(device):
-    toy = show.ToyStep(device, writes_every_row=True)
-    toy.x[0] = float("nan")
-    toy.serve(live=3)
-    assert judge_rows(toy, toy.live) == "live_born"
-    assert toy(CLEAN)[1].isnan().any(1).tolist() == [True] + [False] * 5
-
-
-def test_counters_of_the_toy_start_at_its_first_replay(device):
-    counters = RowCounters(("kernel", "consumer"), device)
-    toy = show.ToyStep(device, amax="torch.max", counters=counters)
-    toy.serve(live=6)
-    assert counters.first_crossing is None
-    plant(toy.out[3:])
-    toy.serve(live=3)
-    first = counters.first_crossing
-    assert first is not None
-    assert (first.replay, first.stage, first.row) == (2, "consumer", 0)
-    assert counters.read()["kernel"].pad_rows == 3
-
-
-def test_toy_refuses_an_unknown_amax(device):
-    with pytest.raises(ValueError, match=r"amax: expected None, torch\.max or fmax, got max"):
-        show.ToyStep(device, amax="max")

@@ -10,7 +10,6 @@ import html
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from staleproof import device as devices
 from staleproof import runs as store
@@ -19,11 +18,6 @@ from staleproof.grades import REPLICA, Evidence
 from staleproof.lab import Finding, Key, Outcome, finding, good_if
 from staleproof.report import matrix
 from staleproof.triage.text import aligned
-
-if TYPE_CHECKING:
-    import torch
-
-    from staleproof.evidence import Fill, RowCounters
 
 Expected = str | Sequence[str] | Mapping[str, str] | None
 
@@ -356,79 +350,3 @@ def turn(
             kind = ipywidgets.ToggleButtons if len(values) == 2 else ipywidgets.Dropdown
             handles[name] = kind(options=list(values), description=name)
     ipywidgets.interact(draw, **handles)
-
-
-class ToyStep:
-    """The smallest captured step with the fault: one kernel, one consumer, static memory.
-
-    Row ``i`` belongs to request ``i`` and holds ``i + 1`` in each of its four columns.
-
-    Args:
-        device: ``cpu`` (a recorded launch list) or ``cuda`` (a CUDA graph).
-        rows: size of the captured batch.
-        writes_every_row: whether the kernel writes zeros to a row without tokens, or does not write
-            that row.
-        amax: the consumer divides all rows by their largest magnitude, found with ``torch.max``
-            (keeps NaN) or ``fmax`` (drops it); ``None``: it copies each row.
-        counters: optional RowCounters of ``kernel`` and ``consumer``, captured with the step.
-
-    Attributes:
-        x: (rows, 4) fp32, the input of each request.
-        out: (rows, 4) fp32, the kernel's output memory.
-        scaled: (rows, 4) fp32, the consumer's output.
-    """
-
-    def __init__(
-        self,
-        device: str,
-        *,
-        rows: int = 6,
-        writes_every_row: bool = False,
-        amax: str | None = None,
-        counters: RowCounters | None = None,
-    ) -> None:
-        import torch
-
-        from staleproof.graph import capture
-
-        require(amax in (None, "torch.max", "fmax"), "amax", "None, torch.max or fmax", amax)
-        self.writes_every_row, self.amax, self.counters = writes_every_row, amax, counters
-        self.x = torch.arange(1.0, rows + 1, device=device)[:, None].repeat(1, 4)
-        self.out, self.scaled = torch.zeros_like(self.x), torch.zeros_like(self.x)
-        self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.live = 0
-        self.graph = capture(self._step, device)
-        if counters is not None:
-            counters.reset()
-
-    def _step(self) -> None:
-        import torch
-
-        has_tokens = (self.seq_lens > 0)[:, None]
-        left_there = torch.zeros_like(self.out) if self.writes_every_row else self.out
-        self.out.copy_(torch.where(has_tokens, self.x, left_there))
-        kept = self.out
-        if self.amax == "fmax":
-            kept = torch.where(kept.isnan(), torch.zeros_like(kept), kept)
-        self.scaled.copy_(self.out if self.amax is None else self.out / kept.abs().max())
-        if self.counters is not None:
-            self.counters.begin()
-            self.counters.observe("kernel", self.out, self.seq_lens)
-            self.counters.observe("consumer", self.scaled, self.seq_lens)
-
-    def serve(self, live: int) -> None:
-        """One step with the first ``live`` requests: set the lengths, then replay the capture."""
-        self.live = live
-        self.seq_lens.zero_()
-        self.seq_lens[:live] = 1
-        self.graph.replay()
-
-    def __call__(self, fill: Fill | None) -> list[torch.Tensor]:
-        """Run the same step again, for the detectors; ``fill`` fills the padding rows before it."""
-        before = self.out.clone()
-        if fill is not None:
-            fill(self.out[self.live :])
-        self.graph.replay()
-        outputs = [self.out.clone(), self.scaled.clone()]
-        self.out.copy_(before)
-        return outputs
