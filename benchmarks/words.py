@@ -6,7 +6,7 @@ the others are captured once. The model and the kernels are released ones. That 
 quantiser (one fp8 scale for all rows, as vLLM's ``QuantFP8.forward_native``) and the poison are ours.
 
 Each line of the output is one run: its texts, its token ids, the step in which each request died, and whether
-the token ids equal those of a clean run of the same kernel, which clears padding rows with ``torch.where``.
+the token ids equal those of a clean run of the same kernel, which clears padding rows with ``masked_fill_``.
 
 Run: ``python benchmarks/words.py --out FOLDER [--model FILE]`` on a machine with a CUDA device, for about two
 minutes. On a CPU it rehearses: no graphs, interpreted kernels, float32; there, give ``--tokens 3 --rows 4``.
@@ -100,9 +100,9 @@ def as_allocated(kernel: Kernel) -> Kernel:
     return call
 
 
-def torch_where(out: torch.Tensor, seq_lens: torch.Tensor) -> None:
+def masked_fill(out: torch.Tensor, seq_lens: torch.Tensor) -> None:
     """What :func:`clear_empty_rows` does, in torch."""
-    out.copy_(torch.where((seq_lens == 0)[:, None, None], 0.0, out))
+    out.masked_fill_((seq_lens == 0)[:, None, None], 0.0)
 
 
 def all_kernels() -> dict[str, tuple[str, Kernel | str]]:
@@ -126,10 +126,10 @@ def all_kernels() -> dict[str, tuple[str, Kernel | str]]:
 def runs_of(kernel: Kernel) -> dict[str, tuple[int, dict[str, Any]]]:
     """Name -> number of requests, and options of the server. A clean run comes first."""
     runs: dict[str, tuple[int, dict[str, Any]]] = {
-        "clean": (3, {"clear": torch_where}),
+        "clean": (3, {"clear": masked_fill}),
         "NaN": (3, {"memory": NAN}),
         "NaN, clear_empty_rows": (3, {"memory": NAN, "clear": clear_empty_rows}),
-        "full, clean": (8, {"clear": torch_where}),
+        "full, clean": (8, {"clear": masked_fill}),
         "full, NaN": (8, {"memory": NAN}),
         "full, NaN, clear_empty_rows": (8, {"memory": NAN, "clear": clear_empty_rows}),
     }
