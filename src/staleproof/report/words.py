@@ -66,7 +66,7 @@ def _verdict(run: Mapping[str, Any]) -> str:
 def control() -> None:
     """Let a reader pick a recorded kernel, what memory held, and the remedy, and show the texts.
 
-    Without a front end: a table with one text of each run.
+    Without a front end: a table of the verdicts.
     """
     from staleproof.report import show
 
@@ -88,9 +88,11 @@ def control() -> None:
             print(f"{run['name']}: {_verdict(run)}")
             show.table(("asked", "read"), zip(run["prompts"], map(one_line, run["texts"]), strict=True))
 
-        def instead(by_name: Any = by_name) -> None:
-            (asked,) = {run["prompts"][1] for run in by_name.values()}
-            rows = ((*name, _verdict(run), one_line(run["texts"][1])) for name, run in by_name.items())
-            show.table(("kernel", "memory", "remedy", "verdict", asked), rows)
+        def instead(by_name: Any = by_name, kernels: Any = kernels) -> None:
+            rows = [
+                (*how, *(_verdict(by_name[k, *how]) if (k, *how) in by_name else "-" for k in kernels))
+                for how in dict.fromkeys(name[1:] for name in by_name)
+            ]
+            show.table(("memory", "remedy", *kernels), rows)
 
         show.turn(draw, instead, kernel=kernels, memory=memories, remedy=("none", REMEDY))
