@@ -213,7 +213,7 @@ import staleproof
 from staleproof.cli import app as cli
 from staleproof.lab import Finding
 # These render notebooks and pictures.
-names = "charts drawings html kernels notebooks plots timeline".split()
+names = "charts drawings kernels plots".split()
 # And this is for vLLM's processes.
 needs_more = (*("report." + name for name in names), "vllm.mla_backend")
 for module in pkgutil.walk_packages(staleproof.__path__, "staleproof."):

@@ -321,8 +321,6 @@ SERVERS: dict[str, Setting] = {
     "1 rank, output zeroed": Setting(zeroed=True),
     "1 rank, no graphs": Setting(graphs=False),
 }
-# vLLM #39593, Qwen3-30B-A3B BF16, GSM8K: steps with padding, with NaN, with Inf, mean padding.
-REPORTED = {"1 rank": (62, 62, 5, 4.0), "DP 2": (832, 829, 22, 16.7), "DEP 2": (729, 729, 11, 14.2)}
 
 
 def serve_ranks(servers: Mapping[str, Setting], where: str | None, device: str) -> dict[str, ranks.Passes]:
