@@ -37,6 +37,10 @@ UNIT_TIME := 10 minutes
 NBVAL_TIME := 2 minutes
 
 BOOK := $(CURDIR)/workbook/_build/book
+BUILD_BOOK = if $(BIN)/python -c "import sphinx" 2>/dev/null; then \
+  $(BIN)/python -m sphinx -q -W --keep-going -c book . $(BOOK) -d workbook/_build/doctrees && \
+  echo "the book: $(BOOK)/index.html"; \
+  else echo "no Sphinx here: the book is not built (pip install -e '.[book]')"; fi
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -60,15 +64,10 @@ help: ## list these targets
 workbook: $(READY) sources ## ask every incident, print the verdicts, build the book, and print its page
 	@echo "part 1 of 2: every incident, $(RUN_TIME)"
 	@$(BYTECODE) $(BIN)/staleproof run; code=$$?; \
-	echo "part 2 of 2: the book, $(BOOK_TIME)"; \
-	$(MAKE) --no-print-directory book && exit $$code
+	echo "part 2 of 2: the book, $(BOOK_TIME)"; $(BUILD_BOOK) && exit $$code
 
 book: $(READY) ## build the book from the stored notebooks and the last run
-	@if $(BIN)/python -c "import sphinx" 2>/dev/null; then \
-	  $(BIN)/python -m sphinx -q -W --keep-going -c book . $(BOOK) -d workbook/_build/doctrees \
-	  && echo "the book: $(BOOK)/index.html"; \
-	else echo "no Sphinx here: the book is not built (pip install -e '.[book]')"; fi
-
+	@$(BUILD_BOOK)
 
 test: $(READY) sources ## lint, types, unit tests, and nbval over the notebooks: all of them, whatever each one says
 	@rm -rf $(FOUND) && mkdir -p $(FOUND)
