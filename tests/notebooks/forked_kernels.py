@@ -1,4 +1,4 @@
-"""A plugin for nbval's run: its kernels are forked, as those of ``staleproof report --execute`` are.
+"""A plugin for nbval's run: its kernels are forked, so that each does not import torch anew.
 
 PYTHONPATH=tests/notebooks python -m pytest -p forked_kernels --nbval notebooks/
 """
