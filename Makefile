@@ -32,9 +32,9 @@ FOUND := $(CURDIR)/workbook/_build/found
 # How long each part takes, as measured on two quiet cores; printed when it begins.
 RUN_TIME := about 2 minutes
 BOOK_TIME := about 1 minute
-LINT_TIME := under 1 minute
-UNIT_TIME := about 6 minutes
-NBVAL_TIME := about 3 minutes
+LINT_TIME := 1 minute
+UNIT_TIME := 6 minutes
+NBVAL_TIME := 3 minutes
 
 BOOK := $(CURDIR)/workbook/_build/book
 BUILD_BOOK = if $(BIN)/python -c "import sphinx" 2>/dev/null; then \
