@@ -38,7 +38,8 @@ def per_tensor(x):
 
 # By its module: an entry point exists only where the package was installed since. Without nbval, which
 # takes a second to import.
-PLUGIN = ("-p", "no:staleproof", "-p", "staleproof.contract.pytest_plugin", "-p", "no:nbval")
+PLUGIN = ("-p", "no:staleproof", "-p", "staleproof.contract.pytest_plugin")
+PLUGIN += ("-p", "no:nbval", "-p", "no:randomly")  # a shuffled inner run prints its lines in any order
 
 
 def test_a_broken_clause_fails_with_its_reproducer(pytester):

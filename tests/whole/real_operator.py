@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -54,8 +55,9 @@ def _live() -> dict[str, Any]:
 
 
 def _wait_for(wanted: str) -> None:
-    """Wait until the plugin's thread has looked at the switch file."""
-    for _ in range(50):
-        if _metrics()["patches"].get("unpublish") == wanted:
-            return
+    """Wait until the plugin's thread serves its port and has looked at the switch file."""
+    for _ in range(150):
+        with contextlib.suppress(OSError):  # the port may not be open yet on a busy machine
+            if _metrics()["patches"].get("unpublish") == wanted:
+                return
         time.sleep(0.2)
