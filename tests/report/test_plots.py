@@ -30,7 +30,6 @@ def _verdicts() -> Figure:
 
 
 _grid = partial(plots.grid, rows=["a", "b"], columns=["1"])
-_routing = partial(plots.routing, [[3, 1]], live=1)
 _uptime = partial(plots.uptime, steps=100)
 
 
@@ -95,20 +94,6 @@ def test_no_word_is_cut_off(columns):
     assert {to_hex(word.get_color()) for word in words} == {INK}
 
 
-def test_routing_hatches_an_expert_taken_again_and_the_map_s_holes():
-    fig = plots.routing([[3, 1], [0, 0], [-1, 2]], [[False, False], [False, True], [False] * 2], live=1)
-    left, right = fig.axes
-    hatched = {at: bool(p.get_hatch()) for at, p in _cells(fig).items()}
-    # A slot without an expert has no cell.
-    assert hatched == {(0, 0): False, (0, 1): False, (1, 0): False, (1, 1): True, (2, 1): False}
-    assert texts(left.texts) == ["3", "1", "0", "0", "2"]
-    holes = {(int(p.get_y()), int(p.get_x())): bool(p.get_hatch()) for p in right.patches}
-    assert [at for at, hole in holes.items() if hole] == [(1, 1)]
-    assert len(holes) == 6
-    assert texts(left.get_yticklabels()) == ["row 0", "padding 1", "padding 2"]
-    assert texts(fig.legends[0].get_texts()) == ["never written", "written"]
-
-
 def test_uptime_draws_each_share_at_the_end_of_its_window():
     fig = plots.uptime({"off": [0.0, 0.5], "on": [0.0, 0.0, 0.0, 0.0]}, steps=100)
     off, on = fig.axes[0].lines
@@ -125,7 +110,6 @@ def test_uptime_draws_each_share_at_the_end_of_its_window():
         (_grid, [["clean"]], "cells: expected 2 rows, got 1"),
         (_grid, [["clean"], ["clean", "clean"]], "cells: expected 1 columns, got 2"),
         (_grid, [["clean"], ["white"]], "cells: expected states of .*, got \\['white'\\]"),
-        (_routing, [[False]], r"holes: expected rows of \[2\] slots, got \[1\]"),
         (_uptime, {}, "curves: expected at least one, got 0"),
         (_uptime, {"off": []}, r"curves\['off'\]: expected at least one window, got 0"),
         (_uptime, {"off": [-0.5]}, r"curves\['off'\]: expected shares from 0 to 1, got \[-0.5\]"),

@@ -235,46 +235,6 @@ def turned_step(picture: StagePicture) -> None:
     turned("clean", str(picture.verdict), stages(picture))
 
 
-@mpl.rc_context(CELLS)
-def routing(ids: Sequence[Sequence[int]], holes: Sequence[Sequence[bool]], *, live: int) -> Figure:
-    """The experts of a batch as a heat map, duplicates hatched, beside the map from slot to entry.
-
-    Args:
-        ids: the experts of each row; negative ones stay empty.
-        holes: for each slot, whether its entry of the map was never written.
-        live: draws a line below this many rows.
-
-    Raises:
-        ValueError: ids and holes have different shapes.
-    """
-    shapes = [[len(line) for line in lines] for lines in (ids, holes)]
-    require(shapes[0] == shapes[1], "holes", f"rows of {shapes[0]} slots", shapes[1])
-    colours = sns.color_palette("cividis", 1 + max(max(line) for line in ids))
-    count, slots = len(ids), len(ids[0])
-    size = (1.0 + 0.62 * slots, 1.0 + 0.24 * count)
-    fig = Figure(figsize=size, layout="constrained")
-    left, right = fig.subplots(1, 2, width_ratios=(3, 2))
-    for row, line in enumerate(ids):
-        for slot, expert in enumerate(line):
-            state = "never written" if holes[row][slot] else "written"
-            right.add_patch(patch(state, (slot, row)))
-            if expert < 0:
-                continue
-            again = expert in line[:slot]
-            seen: dict[str, Any] = {"edgecolor": _ORANGE if again else INK, "hatch": "xxx" if again else ""}
-            left.add_patch(patch("written", (slot, row), facecolor=colours[expert], **seen))
-            word(left, slot + 0.5, row + 0.5, str(expert), colours[expert])
-    labels = [f"row {row}" if row < live else f"padding {row}" for row in range(count)]
-    for ax, title in ((left, "expert ids; hatched: again"), (right, "map entries")):
-        ax.plot([-0.15, slots + 0.15], [live, live], color=INK, linewidth=2, clip_on=False)
-        ax.set(xlim=(0, slots), ylim=(count, 0), title=title)
-        ax.set_xticks([x + 0.5 for x in range(slots)], [f"{slot}" for slot in range(slots)])
-        ax.set_yticks([y + 0.5 for y in range(count)], labels if ax is left else [""] * count)
-    states = ["never written"] * any(map(any, holes)) + ["written"]
-    legend(fig, [patch(state, label=state) for state in states], "outside lower right")
-    return fig
-
-
 @mpl.rc_context(STYLE)
 def uptime(curves: Mapping[str, Sequence[float]], *, steps: int) -> Figure:
     """Share of corrupted requests over the life of a server, a line for each variant.

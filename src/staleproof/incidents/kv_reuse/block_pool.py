@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 
 from staleproof.check import require
-from staleproof.incidents.kv_reuse.bits import DTYPES
 
 # Page 0: unused block-table entries point there, and it is never handed out.
 NULL_BLOCK = 0
@@ -127,12 +126,6 @@ def qwen3_5_397b(tp: int, kv_dtype: torch.dtype) -> tuple[AttentionSpec, MambaSp
     attention = AttentionSpec(max(1, 2 // tp), 256, kv_dtype)
     mamba = MambaSpec.gated_delta_net(v_heads=64, k_heads=16, v_dim=128, k_dim=128, kernel=4, tp=tp)
     return attention, mamba
-
-
-def geometry() -> list[tuple[int, str, Page]]:
-    """(tensor parallelism, KV dtype, page) of Qwen3.5-397B-A17B."""
-    cases = [(tp, name) for tp in (1, 2, 4, 8) for name in ("e4m3", "bf16")]
-    return [(tp, name, equalise(*qwen3_5_397b(tp, DTYPES[name]))) for tp, name in cases]
 
 
 class KVBuffers:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from staleproof.evidence.rows import bad_rows
 from staleproof.grades import Evidence, real_file
 from staleproof.incidents.moe_routing import broken, consumer
 from staleproof.incidents.moe_routing.batch import Batch
@@ -274,21 +273,3 @@ def serve(case: RoutingCase, device: str) -> Answer:
     """The outcome of the batch in the consumer."""
     ids = routed(case, device)[1]
     return consumer.observe(case.batch, ids, device, before=case.before, guard=case.guard)
-
-
-def picture(case: RoutingCase, device: str) -> tuple[list[list[int]], list[list[bool]]]:
-    """Expert ids and holes of the map, row by row and slot by slot."""
-    ids = routed(case, device)[1]
-    expert_map = consumer.build_map(ids, case.batch.experts)
-    return ids.tolist(), consumer.holes(expert_map, ids).tolist()
-
-
-def stages(case: RoutingCase, device: str) -> list[tuple[str, int, int]]:
-    """Each stage's name, and how many of its live rows and of its padding rows are bad."""
-    ids, unwritten = picture(case, device)
-    by_stage = {
-        "router logits: NaN": bad_rows(router_input(case, device).logits).tolist(),
-        "choice: an expert twice": [len(set(row)) < len(row) for row in ids],
-        "map: an entry nobody wrote": [any(row) for row in unwritten],
-    }
-    return [(name, sum(bad[:LIVE]), sum(bad[LIVE:])) for name, bad in by_stage.items()]
