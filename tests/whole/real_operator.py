@@ -61,3 +61,4 @@ def _wait_for(wanted: str) -> None:
             if _metrics()["patches"].get("unpublish") == wanted:
                 return
         time.sleep(0.2)
+    raise TimeoutError(f"unpublish: expected {wanted} on {_address()} within 30 s")
