@@ -1,21 +1,25 @@
-"""Incident 1 in a whole vLLM on a GPU: which rows of MLA decode are NaN under full CUDA graphs.
+"""Incident 1 in a whole vLLM: which rows of MLA decode are NaN under full CUDA graphs, and what users read.
 
 DeepSeek-V2's shape in small, drawn weights: 3 requests replay a graph of 8 rows. A spy behind each layer's
 decode copies its output into memory of its own. The copy is captured with the graph: it holds what the last
-replay wrote. Each answer is one engine in a child process.
+replay wrote. Then SmolLM2 over the same backends (:mod:`staleproof.whole.latent`): two users read its answers
+while all KV memory that nobody has written is NaN. Each answer is one engine in a child process.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from staleproof.child import report
 from staleproof.grades import Evidence, Grade
 from staleproof.lab import Answer, Fix, Incident, MissingError, bad, good, needs_cuda
 from staleproof.vllm.plugin import VARIABLE
-from staleproof.whole import place
+from staleproof.vllm.sources import numbers
+from staleproof.whole import latent, place
 from staleproof.whole.load import Arrival
 from staleproof.whole.shapes import DEEPSEEK_V2
 
@@ -83,6 +87,36 @@ def ask(backend: str, options: dict[str, Any]) -> None:
     )
 
 
+# What the model answers in float32 over zeroed memory, with vLLM's own Llama too (tests/whole).
+WORDS = {
+    "What is the capital of France?": "The capital of France is Paris.",
+    "What is 2 + 2?": "The answer is 4.",
+}
+CPU_OPTIONS: dict[str, Any] = {"max_model_len": 512, "dtype": "float32"}
+
+
+def read(backend: str, options: dict[str, Any], plain: bool = False) -> None:
+    """In the child: ask :data:`WORDS` of SmolLM2 over NaN, and tell what it answers.
+
+    Args:
+        backend: of MLA, e.g. ``CPU_MLA``.
+        options: of ``vllm.LLM``.
+        plain: vLLM's own Llama over zeroed memory, to compare with.
+    """
+    from staleproof.whole.engine import Engine
+
+    if not plain:
+        latent.register()
+        options = {**options, **latent.OPTIONS, "attention_backend": backend}
+        # The CPU's kernel takes blocks of 16.
+        options |= {"block_size": 16} if backend == "CPU_MLA" else {}
+    engine = Engine(Path(sys.prefix, place.MODEL), **options)
+    engine.empty(fill=0.0 if plain else float("nan"))
+    asked = {q: engine.tokens(f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n") for q in WORDS}
+    served = engine.serve([Arrival(question, tokens, 16) for question, tokens in asked.items()])
+    report({question: served[question].text for question in WORDS})
+
+
 # --- The questions.
 
 # Backend, dtype, STALEPROOF_PATCHES.
@@ -115,6 +149,30 @@ def rows(subject: Subject, device: str) -> Answer:
     return bad("NaN in padding", **numbers) if one["padding"] else good("no NaN", **numbers)
 
 
+def words(subject: Subject, device: str) -> Answer:
+    """SmolLM2 over vLLM's MLA backend, NaN in all KV memory that nobody wrote: what do two users read?"""
+    backend, dtype, patches = subject
+    options = CPU_OPTIONS if backend == "CPU_MLA" else {**OPTIONS, **DTYPES[dtype], "max_model_len": 512}
+    env = {"VLLM_PLUGINS": "staleproof", VARIABLE: patches}
+    try:
+        told = place.call(read, backend, options, env=env, timeout_s=600).answer()
+    except place.WholeError as error:
+        raise MissingError(str(error)) from error
+    evidence = Evidence(Grade.REAL, " ".join((*place.release(place.python()), "whole")))
+    if told == WORDS:
+        return good("right words", texts=told, evidence=evidence)
+    return bad("other words", texts=told, evidence=evidence)
+
+
+def _wordless(subject: Subject, device: str) -> str | None:
+    if subject[0] != "CPU_MLA":
+        return _missing(subject, device)
+    reason = place.unavailable_reason()
+    if reason is None and numbers(place.release(place.python())[1]) < (0, 32):
+        return "vLLM's MLA for CPUs was asked in 0.32.0; this is an older release"
+    return reason
+
+
 def compare(subject: Subject, device: str) -> str | None:
     """With the patch the requests must get the tokens that they get without."""
     on, off = (_serve((*subject[:2], patches), device) for patches in (subject[2], OTHERS))
@@ -128,5 +186,14 @@ def add(incident: Incident) -> None:
     asked = {f"{name}, {dtype}": (name, dtype, OTHERS) for name in BACKENDS for dtype in DTYPES}
     expect = {name: "NaN in padding" if name.startswith("TRITON_MLA") else "no NaN" for name in asked}
     incident.question("whole vLLM, NaN rows", asked, expect=expect, needs=_missing)(rows)
+    read_by = {
+        "CPU_MLA": ("CPU_MLA", "float32", OTHERS),
+        "TRITON_MLA, bf16": ("TRITON_MLA", "bf16", OTHERS),
+        "TRITON_MLA, fp8": ("TRITON_MLA", "fp8", OTHERS),
+        "TRITON_MLA, bf16, patched": ("TRITON_MLA", "bf16", "mla_padding"),
+        "CUSTOM, bf16": ("CUSTOM", "bf16", OTHERS),
+    }
+    right = dict.fromkeys(read_by, "right words")
+    incident.question("whole vLLM, words over NaN", read_by, expect=right, needs=_wordless)(words)
     off, on = (("TRITON_MLA", "bf16", patches) for patches in (OTHERS, "mla_padding"))
     incident.fixes(rows, {"mla_padding, whole vLLM": Fix(off, on)}, compare=compare, needs=_missing)
