@@ -1,6 +1,6 @@
 """Every case of every incident gives the verdict that its table expects, through the one runner.
 
-On a CPU it also gives the numbers in ``readings.json``. ``python tests/incidents/test_tables.py INCIDENT``
+On a CPU it also gives the numbers in ``readings.json``. ``python -m tests.incidents.test_tables INCIDENT``
 rewrites those of these incidents, or of all, for a change that is meant to change them: read what differs.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import environment
 import pytest
+from tests.vllm import environment
 
 from staleproof import lab
 from staleproof.incidents import registry
@@ -97,7 +97,7 @@ def test_what_a_table_expects_can_go_wrong(name):
 
 if __name__ == "__main__":
     # Once more with another instruction set drops the numbers that rounding decides:
-    # ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE python tests/incidents/test_tables.py again
+    # ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE python -m tests.incidents.test_tables again
     asked = [name for name in sys.argv[1:] if name != "again"] or [*TABLES]
     if unknown := {*asked} - TABLES.keys():
         sys.exit(f"expected some of {', '.join(TABLES)}, got {', '.join(unknown)}")
@@ -110,5 +110,5 @@ if __name__ == "__main__":
         rows |= kept
     for name, row in rows.items() if "again" in sys.argv else ():
         row[4:] = row and [{what: n for what, n in row[-1].items() if close(READINGS[name][-1].get(what), n)}]
-    lines = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
+    lines = [f"{json.dumps(name)}: {json.dumps(row, sort_keys=True)}" for name, row in rows.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
