@@ -42,8 +42,8 @@ suppress_warnings = ["myst.header"]
 
 nb_execution_mode = "off"
 nb_render_markdown_format = "myst"
-nb_code_prompt_show = "Show the code"
-nb_code_prompt_hide = "Hide the code"
+nb_code_prompt_show = "Show the {type}"
+nb_code_prompt_hide = "Hide the {type}"
 nb_custom_formats = {".ipynb": ["conf.read_notebook", {}, False]}
 
 html_theme = "sphinx_book_theme"
@@ -63,22 +63,41 @@ html_theme_options = {
 BANNER = "show.start("
 
 
+def fold(cell: nbformat.NotebookNode, prompt: str) -> None:
+    """Fold a cell with its output."""
+    cell.metadata.tags.append("hide-cell")
+    cell.metadata["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
+
+
+def parts(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """A cell, in two if tables follow its picture: MyST-NB would give each of them the picture's caption."""
+    outputs = cell.get("outputs", [])
+    pictures = [at for at, output in enumerate(outputs) if "image/svg+xml" in output.get("data", {})]
+    if not pictures or pictures[-1] == len(outputs) - 1:
+        return [cell]
+    rest = nbformat.v4.new_code_cell(outputs=outputs[pictures[-1] + 1 :], metadata={"tags": ["remove-input"]})
+    cell.outputs = outputs[: pictures[-1] + 1]
+    return [cell, rest]
+
+
 def read_notebook(text: str) -> nbformat.NotebookNode:
     """A notebook for the book: what its metadata says about folds and pictures, in the words of MyST-NB.
 
-    JupyterLab folds a cell by ``source_hidden``, MyST-NB by a tag. A picture's alternative text and caption
-    lie in the metadata of its output.
+    The banner and the answers of exercises are folded with their outputs. A picture's alternative text and
+    caption lie in the metadata of its output.
     """
     notebook = nbformat.reads(text, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
         tags = cell.metadata.setdefault("tags", [])
-        if "parameters" in tags or (BANNER in cell.source and len(cell.source) < 200):
+        if "parameters" in tags:
             tags.append("remove-input")
-        elif cell.metadata.get("jupyter", {}).get("source_hidden"):
-            tags.append("hide-input")
-        for output in cell.get("outputs", []):
+        elif BANNER in cell.source and len(cell.source) < 200:
+            fold(cell, "The machine of these outputs")
+        elif "answer" in tags:
+            fold(cell, "The answer")
+        for output in cell.outputs:
             for about in output.get("metadata", {}).values():
                 if isinstance(about, dict) and "alt" in about:
                     picture = {"image": {"alt": about["alt"]}}
@@ -89,6 +108,8 @@ def read_notebook(text: str) -> nbformat.NotebookNode:
                 # A terminal's line for the caption, which stands below the picture here.
                 lines = output.text.splitlines(keepends=True)
                 output.text = "".join(line for line in lines if not line.startswith("Picture, "))
+        cell.outputs = [output for output in cell.outputs if output.get("text", "-").strip()]
+    notebook.cells = [part for cell in notebook.cells for part in parts(cell)]
     return notebook
 
 

@@ -52,7 +52,8 @@ def symptoms() -> str:
     rows = [
         {
             "What you see": f"{inline(row.see)}<details><summary>not this, and how to confirm</summary>"
-            f"Rules it out: {inline(row.not_when)}. {inline(row.confirm)}</details>",
+            f"Rules it out: {inline(row.not_when)}. Confirm: {inline(row.confirm)} "
+            f"Control: {inline(row.control)}</details>",
             "Do now": inline(row.do),
             "vLLM": row.affected,
             "Chapter": f'<a href="notebooks/{row.notebook.removesuffix(".ipynb")}.html#in-production">'

@@ -42,7 +42,7 @@ def test_a_row_that_fits_comes_with_flag_control_patch_and_chapter(capsys):
     for words in (
         "fits as far as known: empty_rows (evidence: real).",
         "do now --enforce-eager",
-        "Control: restart one replica unchanged as well.",
+        "control Restart once without the flag",
         "mla_padding: would apply, touches TRITON_MLA",
         "notebooks/01_mla_padding.ipynb",
     ):
@@ -137,7 +137,7 @@ def test_json_says_what_the_text_says(capsys):
         "touches FLASHINFER_MLA",
     )
     assert first["do_now"] == first["flag"]
-    assert first["control"].startswith("Control: restart one replica unchanged")
+    assert first["control"].startswith("Start two replicas, one unchanged")
     assert [row["do_now"] for row in answer["rows"][1:]] == [None] * len(answer["rows"][1:])
     open_answer = json.loads(diagnose(capsys, *NAN, "--json"))
     assert (open_answer["answer"], open_answer["ask"][0]) == ("not decided", "--gpu")

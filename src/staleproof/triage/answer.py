@@ -9,7 +9,7 @@ from typing import Any
 from staleproof.triage import judge
 from staleproof.triage.facts import ASK, Facts, described
 from staleproof.triage.judge import AGAINST, MEASURED, OPEN, UNLESS, Judgement
-from staleproof.triage.table import CONTROL, Row, plain, symptoms
+from staleproof.triage.table import Row, plain, symptoms
 from staleproof.triage.text import wrapped
 from staleproof.vllm import status
 
@@ -102,7 +102,7 @@ def _as_dict(one: Judgement, facts: Facts, first: bool) -> dict[str, Any]:
     """A row and how it stands; ``do_now`` has a text only in the headline."""
     cells = {
         name: plain(getattr(one.row, name))
-        for name in ("see", "flag", "confirm", "not_when", "also", "release")
+        for name in ("see", "flag", "confirm", "control", "not_when", "also", "release")
     }
     patches = [
         dict(zip(("patch", "state", "touches"), line, strict=True)) for line in patch_lines(one.row, facts)
@@ -114,7 +114,6 @@ def _as_dict(one: Judgement, facts: Facts, first: bool) -> dict[str, Any]:
         **{name: value for name, value in vars(one).items() if name != "row"},
         **cells,
         "affected": one.row.affected,
-        "control": CONTROL,
         "patches": patches,
         "notebook": f"notebooks/{one.row.notebook}",
         "ceiling": ceiling(one.row),
@@ -224,7 +223,8 @@ def _headline(one: Judgement, facts: Facts, verbose: bool) -> Iterator[tuple[str
     yield f"{one.status}: ", f"{row.key} (evidence: {row.grade}). {plain(row.see)}"
     fields = [
         ("do now", f"{plain(row.flag)}; release: {row.release}"),
-        ("confirm", f"{plain(row.confirm)} {CONTROL}."),
+        ("confirm", plain(row.confirm)),
+        ("control", plain(row.control)),
         ("not when", plain(row.not_when)),
         ("patch", patches or "none"),
         ("only if", row.also),

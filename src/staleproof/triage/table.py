@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,10 +24,6 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("triage.toml")
 # What vLLM's sources say of each release; written by tools/engine_lines.py.
 ENGINE = Path(__file__).with_name("engine.json")
-CONTROL = (
-    "Control: restart one replica unchanged as well. If that is right too, the restart helped (it empties "
-    "the KV cache), not the change"
-)
 CAPTION = (
     "Releases come from reading each release's source. A flag does what that source says; none was tried on "
     "a production server. Evidence: real (third-party code ran, as released unless the row says what was "
@@ -70,6 +68,7 @@ class Row:
         patches: names of the patches that help.
         symptoms: keys of :func:`symptoms`.
         see, not_when, flag, confirm: cells, in Markdown with code spans.
+        control: what to compare with, so that ``confirm`` proves something.
         evidence: the evidence for its claims.
         unpatched: releases with the defect and without a patch.
         needs: fact -> values, of which one must be true.
@@ -90,6 +89,7 @@ class Row:
     not_when: str
     flag: str
     confirm: str
+    control: str
     evidence: tuple[Evidence, ...]
     needs: Mapping[str, Sequence[str]]
     unpatched: tuple[str, ...] = ()
@@ -179,7 +179,7 @@ class Row:
             "Not seen": self.not_when,
             "vLLM": self.affected,
             "Do now": self.do,
-            "Confirm": f"{self.confirm} {CONTROL}.",
+            "Confirm": f"{self.confirm} Control: {self.control}",
             "Evidence": self.rests_on,
         }
 
@@ -325,10 +325,56 @@ def rich_table() -> Table:
     return drawn
 
 
-def in_production(incident: str) -> None:
-    """Print what to do in production about an incident: flag, release, patch, how to confirm.
+@dataclass(frozen=True)
+class Production:
+    """What to do about an incident, a row a symptom: text of at most 100 columns, in a notebook a table."""
 
-    The text is the same on every machine, and has at most 100 columns.
+    rows: tuple[Row, ...]
+
+    def __repr__(self) -> str:
+        return "\n".join(line for row in self.rows for line in self._lines(row))
+
+    @staticmethod
+    def _lines(row: Row) -> list[str]:
+        lines = wrapped(plain(row.see), 100)
+        for name, text in (
+            ("releases", row.affected),
+            ("flag", plain(row.flag)),
+            ("release", row.release),
+            ("patch", ", ".join(row.patches) or "none"),
+            ("confirm", plain(row.confirm)),
+            ("control", plain(row.control)),
+        ):
+            lines += wrapped(text, 100, f"  {name:<9}", " " * 11)
+        return lines
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in ("What you see", "Do now", "Confirm", "Control"))
+        body = "".join(
+            f"<tr><td><b>{_html(row.see)}</b><br>vLLM {row.affected}</td>"
+            f"<td><b>Flag:</b> {_html(row.flag)}<br><b>Release:</b> {row.release}<br>"
+            f"<b>Patch:</b> {', '.join(map(_code, row.patches)) or 'none'}</td>"
+            f"<td>{_html(row.confirm)}</td><td>{_html(row.control)}</td></tr>\n"
+            for row in self.rows
+        )
+        left = "text-align: left; vertical-align: top"
+        table = f"<table class='production'><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
+        return re.sub("<t([dh])>", rf"<t\1 style='{left}'>", table)
+
+
+def _code(text: str) -> str:
+    return f"<code>{text}</code>"
+
+
+def _html(cell: str) -> str:
+    """A cell as HTML, its code spans too."""
+    return re.sub("`([^`]+)`", lambda span: _code(span[1]), html.escape(cell, quote=False))
+
+
+def in_production(incident: str) -> Production:
+    """What to do in production about an incident: flag, release, patch, how to confirm, with what control.
+
+    The text is the same on every machine.
 
     Raises:
         ValueError: no incident has this name.
@@ -336,15 +382,4 @@ def in_production(incident: str) -> None:
     >>> in_production("decode_buffer")  # doctest: +ELLIPSIS
     OOM after upgrade to 0.18 or 0.19: ...
     """
-    for row in of(incident):
-        lines = wrapped(plain(row.see), 100)
-        names = ", ".join(row.patches)
-        for name, text in (
-            ("releases", row.affected),
-            ("flag", plain(row.flag)),
-            ("release", row.release),
-            ("patch", f"{names} (staleproof patches --explain {row.patches[0]})" if names else "none"),
-            ("confirm", f"{plain(row.confirm)} {CONTROL}."),
-        ):
-            lines += wrapped(text, 100, f"  {name:<9}", " " * 11)
-        print("\n".join(lines))
+    return Production(of(incident))

@@ -225,12 +225,12 @@ def good_rows(name: str, device: str) -> Answer:
     expect={"indexes with ids": "takes the last expert", "compares ids": "passes over"},
 )
 def consume_padding_id(layer: Callable[..., torch.Tensor], device: str) -> Answer:
-    """Skipped padding has the id -1. Does a consumer pass over it, or take the last expert?"""
+    """Padding that the router skips has the id -1. In Python that index is the last expert: is it taken?"""
     logits = scene.router_input(RoutingCase(batch=TOP_8), device).logits
     is_padding = torch.arange(TOP_8.tokens, device=device) >= scene.LIVE
     weights, ids = topk_softmax(logits, TOP_8.top_k, is_padding=is_padding)
     x, table = torch.ones(len(ids), 4, device=device), torch.ones(TOP_8.experts, 4, device=device)
-    # A consumer that multiplies by the last expert's row gets NaN, although the weight is 0.
+    # The last expert's row is NaN, so that a consumer which takes it is seen: the weight 0 times NaN is NaN.
     table[-1] = scene.NAN
     took = layer(x, weights, ids, table)[scene.LIVE :].isnan().any(1)
     rows = int(took.sum())
@@ -240,24 +240,25 @@ def consume_padding_id(layer: Callable[..., torch.Tensor], device: str) -> Answe
 # --- What does a repeated expert do to map and finalise step?
 
 BATCHES = {str(b): b for b in (Batch(t, k, e) for t in (256, 257) for k in (8, 10) for e in (128, 512))}
-# The map is built by three kernels instead of one when there are more than 256 tokens, or top_k is not 1, 2,
-# 4, 6 or 8, or there are more than 510 experts. Only then do repeated experts leave holes in it. Of these
-# batches this one is built by one kernel:
+# FlashInfer builds the map of a small batch with one kernel, which fills every entry even if experts repeat.
+# Three kernels build it if the batch has more than 256 tokens, more than 510 experts, or a top_k that is not
+# 1, 2, 4, 6 or 8. They leave an entry unwritten for each repetition. Of these batches the small one is:
 ONE_KERNEL = "256 tokens, top 8, 128 experts"
 REPEATED = dict.fromkeys(BATCHES, ILLEGAL_ACCESS)
 IDS_EXPECTED = {
     "distinct": dict.fromkeys(BATCHES, RIGHT),
     "all equal": REPEATED | {ONE_KERNEL: RIGHT},
     "partly equal": REPEATED | {ONE_KERNEL: RIGHT},
-    # The map is right for the ids that it gets, but misread ids name other experts.
+    # int64 ids that are read as int32 name other experts: also the small batch, whose map is whole, is wrong.
     MISREAD: REPEATED | {ONE_KERNEL: SILENT},
 }
 
 
 def consume(kind: str, batch: Batch, device: str) -> Answer:
-    """Ids are distinct, or name an expert twice. Is the output right, or does it follow a hole in the map?
+    """Are the sums right, or does the consumer follow a map entry that nobody wrote?
 
-    The map's memory holds a canary before: an entry that nobody wrote is an address outside of the buffer.
+    Before the call the map's memory is filled with a number that no row has. So an entry that nobody writes
+    points outside of the buffer, and following it is an illegal access.
     """
     return consumer.observe(batch, kind, device)
 
@@ -265,7 +266,7 @@ def consume(kind: str, batch: Batch, device: str) -> Answer:
 for kind in IDS:
     incident.question(f"ids {kind}", BATCHES, expect=IDS_EXPECTED[kind])(partial(consume, kind))
 
-# What the map's memory held before, and whether the consumer checks bounds.
+# What the map's memory held before the call, and whether the consumer skips entries outside of the buffer.
 MEMORY = {
     "canary": ("canary", False),
     "canary, bounds check": ("canary", True),
@@ -285,7 +286,7 @@ HELD = {
 
 
 def consume_over(kind: str, batch: Batch, memory: tuple[str, bool], device: str) -> Answer:
-    """A batch with repeated experts over other memory, with a bounds check or without. Crash, or silence?"""
+    """With repeated experts, and other memory before: does the call crash, or answer wrongly in silence?"""
     before, guard = memory
     return consumer.observe(batch, kind, device, before=before, guard=guard)
 
@@ -296,8 +297,8 @@ incident.question(f"{MISREAD}, memory held", MEMORY, expect=HELD)(
 )
 
 REAL = "installed FlashInfer"
-# What FlashInfer's own kernel does in a release with the bounds check. The finalise kernel of the all-to-all
-# path has no such check in any release read, up to 0.7.2.post1.
+# Expected of a FlashInfer release with a bounds check. The all-to-all path has a finalise kernel of its own,
+# without that check in every release up to 0.7.2.post1, so it still crashes.
 REAL_EXPECTED = {
     "distinct": RIGHT,
     "all equal": SILENT,
