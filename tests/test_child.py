@@ -20,12 +20,17 @@ from staleproof.child import ChildError
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal exists on Linux alone")
 
 
-@pytest.fixture(autouse=True, params=["a new interpreter", pytest.param("forked", marks=LINUX)])
+NEW, FORKED = "a new interpreter", "forked"
+BOTH = pytest.mark.parametrize("how", [NEW, pytest.param(FORKED, marks=LINUX)], indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def how(request, monkeypatch):
     """How children come to be: forked from a process that has imported torch, or new interpreters."""
-    monkeypatch.setattr(children, "_may_fork", lambda env: request.param == "forked")
+    way = getattr(request, "param", FORKED if sys.platform == "linux" else NEW)
+    monkeypatch.setattr(children, "_may_fork", lambda env: way == FORKED)
     monkeypatch.setattr(children, "PRELOADED", ())
-    return request.param
+    return way
 
 
 def runs(pid: int) -> bool:
@@ -58,12 +63,14 @@ def test_result_is_the_last_answer():
     assert children.call(Path.cwd, timeout_s=60).answer() == Path.cwd()
 
 
+@BOTH
 def test_child_has_the_variables_given_and_those_of_the_caller(monkeypatch):
     monkeypatch.setenv("STALEPROOF_TEST", "of the caller")
     for env, value in ((None, "of the caller"), ({"STALEPROOF_TEST": "given"}, "given")):
         assert children.call(os.getenv, "STALEPROOF_TEST", timeout_s=60, env=env).answer() == value
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("job", "told", "code", "said"),
     [
@@ -83,11 +90,13 @@ def test_answers_before_a_crash_are_kept(job, told, code, said):
         ended.answer()
 
 
+@BOTH
 def test_child_that_prints_much_does_not_block():
     ended = children.call(jobs.print_much, 5_000_000, timeout_s=60)
     assert (ended.answer(), len(ended.stdout), len(ended.stderr)) == (5_000_000,) * 3
 
 
+@BOTH
 def test_child_that_hangs_is_ended_with_what_it_started(tmp_path):
     place = tmp_path / "pids"
     child = children.start(jobs.sleep, str(place))
@@ -101,6 +110,7 @@ def test_child_that_hangs_is_ended_with_what_it_started(tmp_path):
         ended.answer()
 
 
+@BOTH
 def test_process_left_behind_by_a_child_is_ended(tmp_path):
     place = tmp_path / "pid"
     assert children.call(jobs.start_and_return, str(place), timeout_s=60).answer() == "done"
@@ -108,6 +118,7 @@ def test_process_left_behind_by_a_child_is_ended(tmp_path):
     assert wait_until(lambda: not runs(left))
 
 
+@BOTH
 def test_child_killed_from_outside_has_the_signal_as_code(tmp_path):
     place = tmp_path / "pids"
     child = children.start(jobs.sleep, str(place))
@@ -149,6 +160,7 @@ while not os.path.exists({place!r}):
 """
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("then", "number"),
     [
@@ -160,7 +172,7 @@ while not os.path.exists({place!r}):
 )
 def test_no_child_outlives_its_caller(tmp_path, how, then, number):
     place = tmp_path / "pids"
-    forked = how == "forked"
+    forked = how == FORKED
     code = CALLER.format(folder=str(Path(__file__).parent), place=str(place), then=then, forked=forked)
     # One that is killed leaves its folder.
     env = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -206,6 +218,7 @@ def test_function_that_a_child_cannot_import_is_refused():
                 start(function)
 
 
+@BOTH
 def test_ranks_answer_in_their_order():
     answers = children.call_ranks(jobs.meet, 3, None, timeout_s=60, env={"STALEPROOF_TEST": "told"})
     assert [rank for rank, *_ in answers] == [0, 1, 2]

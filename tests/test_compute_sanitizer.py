@@ -6,7 +6,6 @@ concurrency sanitizer. ``make sanitize`` runs this file.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 
-import staleproof
 from staleproof import device
 
 START = """
@@ -233,21 +231,6 @@ assert counters.first_crossing.row == 3
 KERNELS = {
     name: (*re.findall(r"\w+_kernel\b", re.match(r"(?:#.*\n)+", text)[0]),) for name, text in PROGRAMS.items()
 }
-
-
-def kernels_in_the_source() -> set[str]:
-    """Names of the functions that Triton or Gluon compile and that are launched, not called by others."""
-    package = Path(staleproof.__file__).parent
-    found = set()
-    for path in [*package.joinpath("ops").rglob("*.py"), *package.joinpath("evidence").glob("*.py")]:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
-                found |= {node.name for one in node.decorator_list if ".jit" in ast.unparse(one)}
-    return found
-
-
-def test_every_kernel_has_a_program():
-    assert {name for names in KERNELS.values() for name in names} == kernels_in_the_source()
 
 
 # Of groups of warps, each of which runs a function of its own.

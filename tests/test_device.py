@@ -116,7 +116,6 @@ def test_the_machine_of_a_gpu_is_what_torch_says_of_it(process, monkeypatch):
     ("there", "python", "cubin", "unchecked", "said"),
     [
         (False, None, None, "", "flashinfer-python is not installed"),
-        (True, "0.6.18", None, "", None),
         (True, "0.6.18", "0.6.18", "", None),
         (True, "0.6.18", "0.6.13", "1", None),
         (

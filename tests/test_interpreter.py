@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -196,18 +194,6 @@ def _said(function, *arguments):
         return repr(error)
 
 
-def test_only_operands_of_one_shape_are_left_as_they_are():
-    broadcast = quick._leaving_one_shape(lambda left, right: "by Triton")
-    one = _tensor(tl.float32, 2, 4)
-    for shape in ((2, 4), (4, 2), (1, 4), (2, 1), (8,), (1, 2, 4), ()):
-        other = _tensor(tl.int32, *shape)
-        left_alone = shape == (2, 4)
-        assert broadcast(one, other) == ((one, other) if left_alone else "by Triton"), shape
-        assert broadcast(other, one) == ((other, one) if left_alone else "by Triton"), shape
-    number = _tensor(tl.float32)
-    assert broadcast(number, number) == "by Triton"
-
-
 @pytest.mark.parametrize("name", quick.OPERATORS)
 def test_an_operator_gives_the_type_the_shape_and_the_bits_that_tritons_gives(name, monkeypatch):
     semantic = interpreter.interpreter_semantic
@@ -250,15 +236,6 @@ def test_operands_are_cast_and_refused_as_triton_does():
                     assert said(ours, *pair, *options) == said(theirs, *pair, *options), (pair, options)
 
 
-def test_a_constant_is_unwrapped_wherever_triton_does_so():
-    theirs = tl.core._unwrap_if_constexpr
-    ours = quick._leaving_plain_values(tl, theirs)
-    two = tl.constexpr(2)
-    for value in (2, 2.5, True, "x", None, two, tl.constexpr(None), [two, 3], (two, [two]), tl.float32):
-        assert (type(ours(value)), repr(ours(value))) == (type(theirs(value)), repr(theirs(value)))
-    assert [*ours(tl.core.tuple([two, 3]))] == [2, 3]
-
-
 @pytest.mark.parametrize("fail", [False, True])
 def test_the_language_is_put_back_after_a_launch_also_one_that_raises(patches, fail):
     names = [(tl, "load"), (tl.core, "load"), (tl.core, "reduce"), (tl.tensor, "__add__"), (tl, "range")]
@@ -271,17 +248,6 @@ def test_the_language_is_put_back_after_a_launch_also_one_that_raises(patches, f
         _run(torch.float32)
     assert patches
     assert [getattr(module, name) for module, name in names] == before
-
-
-def test_each_type_has_the_numpy_type_that_triton_gives_it():
-    looked_up, theirs = quick._with_table(interpreter), _original("_get_np_dtype")
-    scalars = [
-        *(tl.int1, tl.int8, tl.uint8, tl.int16, tl.uint16, tl.int32, tl.uint32, tl.int64, tl.uint64),
-        *(tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e4nv, tl.float8e5, tl.float8e4b15),
-    ]
-    kinds = [*scalars, *(tl.pointer_type(kind) for kind in scalars)]
-    for kind in [*kinds, *(tl.block_type(kind, [4]) for kind in kinds)]:
-        assert looked_up(kind) == looked_up(kind) == theirs(kind), kind
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -302,16 +268,3 @@ def test_an_overflow_is_an_error_exactly_where_the_interpreter_as_it_comes_has_o
     assert said[0] == said[1]
     assert sums[0] == sums[1]
     assert ("int32 overflow detected for operation add" in said[0]) == debug
-
-
-def test_a_tensor_of_one_element_is_a_number_where_numpy_refuses_its_array():
-    class Tensor:
-        handle = SimpleNamespace(data=np.array([7]))
-
-    def of_triton_3_6(tensor, scope):
-        # As numpy 2.4 answers it.
-        scope.set_attr(tensor, "__index__", lambda self: int([]))
-
-    scope = SimpleNamespace(set_attr=setattr)
-    quick._with_numbers_of_one_element(of_triton_3_6)(Tensor, scope)
-    assert [*range(operator.index(Tensor()))] == [*range(7)]

@@ -57,8 +57,8 @@ def test_timing_without_a_gpu_is_refused(monkeypatch):
         measure.graph_times([lambda: None])
 
 
-@pytest.mark.parametrize("provider", ["staleproof", "staleproof, all rows", "zeros, then staleproof"])
-def test_wrong_result_of_ours_stops_the_benchmark_and_a_peers_is_left_out(provider, capsys):
+def test_wrong_result_of_ours_stops_the_benchmark_and_a_peers_is_left_out(capsys):
+    provider = "zeros, then staleproof"
     with pytest.raises(WrongResult, match=rf"^{provider}: row 3 is stale$"):
         measure.checked(provider, False, "row 3 is stale")
     assert measure.checked(provider, True, "row 3 is stale")
@@ -151,7 +151,7 @@ def cache_fixture(monkeypatch):
     return cache
 
 
-@pytest.mark.parametrize("size", [1, 10, 23, 24, 100, 150, 160, 999, 1000, 2999, 5000])
+@pytest.mark.parametrize("size", [1, 23, 24, 150, 160, 1000, 5000])
 def test_cold_inputs_are_fetched_and_warm_ones_are_not(cache, size):
     turns = measure.rotation(size)
     calls = [partial(cache.read, f"set {index}", size) for index in range(turns.sets)]
@@ -168,7 +168,7 @@ def test_cold_inputs_are_fetched_and_warm_ones_are_not(cache, size):
     assert fetched.get(measure.WARM, {0}) == {0}
 
 
-@pytest.mark.parametrize("size", [1, 24, 1000, 3000])
+@pytest.mark.parametrize("size", [1, 24, 3000])
 def test_sets_exceed_three_times_the_l2_or_fit_into_half_of_it(size):
     turns = measure.rotation(size, l2=L2)
     both = turns.caches == (measure.WARM, measure.COLD)

@@ -72,11 +72,11 @@ VLLM_PINS = {
 }
 
 
-@pytest.mark.parametrize("release", VLLM_PINS)
-def test_the_ranges_admit_what_vllm_pins(release):
+def test_the_ranges_admit_what_vllm_pins():
     ranges = dict(map(_name_and_range, PROJECT["dependencies"]))
-    for name, version in zip(("torch", "triton"), VLLM_PINS[release], strict=True):
-        assert SpecifierSet(ranges[name]).contains(version), name
+    for release, pins in VLLM_PINS.items():
+        for name, version in zip(("torch", "triton"), pins, strict=True):
+            assert SpecifierSet(ranges[name]).contains(version), (release, name)
 
 
 def _wheel(folder: Path, *, date: float, mode: int) -> Path:
@@ -150,11 +150,7 @@ if [ "$1" = -c ]; then echo .venv/lib/python3/site-packages; else echo "$@" >> i
 
 @pytest.mark.parametrize(
     ("torch", "kept"),
-    [
-        ("class version:\n    cuda = '13.0'\n", True),
-        ("class version:\n    cuda = None\n", False),
-        ("raise ImportError('no torch here')\n", False),
-    ],
+    [("class version:\n    cuda = '13.0'\n", True), ("class version:\n    cuda = None\n", False)],
 )
 def test_a_machine_keeps_the_cuda_torch_it_has(tmp_path, torch, kept):
     python = _fake_python(tmp_path, torch)

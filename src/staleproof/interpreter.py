@@ -328,8 +328,8 @@ def _patching_once(interpreter: ModuleType) -> Callable[[Any], _End]:
 
     def patch_once(fn: Any) -> _End:
         if fn not in names:
-            seen = {id(value) for value in fn.__globals__.values()}
-            names[fn] = frozenset(module for module in language if id(module) in seen)
+            globals_ = {id(value) for value in fn.__globals__.values()}
+            names[fn] = frozenset(module for module in language if id(module) in globals_)
         is_launch = not scopes
         if is_launch or not names[fn] <= patched:
             scopes.append(patch(fn, names[fn]))

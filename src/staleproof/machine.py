@@ -153,10 +153,10 @@ def _version(tool: Path | None) -> str:
     if tool is None:
         return ""
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             [tool, "--version"], capture_output=True, text=True, timeout=20, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return "version unknown"
-    match = re.search(r"(?:release|[Vv]ersion) (\d[\d.]*\d)", said)
+    match = re.search(r"(?:release|[Vv]ersion) (\d[\d.]*\d)", output)
     return match.group(1) if match else "version unknown"

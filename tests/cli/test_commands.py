@@ -21,11 +21,10 @@ from fakes import absent, clean, interrupted, leaked, one_line, verified, wrong
 from prometheus_client.samples import Sample
 from tests.made import finding, off_on_off
 
-from staleproof import child, device, triage
+from staleproof import child, device
 from staleproof import runs as store
 from staleproof.cli import app as cli
 from staleproof.cli import common, incidents
-from staleproof.incidents.registry import INCIDENTS
 from staleproof.lab import Answer, Finding, Incident, Scene, good
 from staleproof.report import terminal
 from staleproof.runs import read_findings, write_findings
@@ -55,13 +54,6 @@ def test_the_version_is_one_line_and_says_if_no_package_is_installed(monkeypatch
     assert capsys.readouterr().out == f"staleproof {there or '(not installed)'}\n"
 
 
-def test_a_command_runs_in_a_thread_too(root, incident):
-    """Where no signal can be caught."""
-    incident(clean)
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(cli.main, ["run"]).result() == 0
-
-
 def test_list_says_of_each_incident_what_is_seen_why_and_where_it_is_told(root, incident, capsys):
     incident(clean)
     assert cli.main(["list"]) == 0
@@ -73,14 +65,6 @@ def test_list_says_of_each_incident_what_is_seen_why_and_where_it_is_told(root, 
         "Read notebooks/00_orientation.ipynb first. For kernels of yours: 06_audit_your_kernels.ipynb.",
         "",
     ]
-
-
-def test_list_leaves_out_what_an_incident_does_not_have_yet(root, incident, capsys, monkeypatch):
-    incident(clean)
-    monkeypatch.setattr(triage, "symptom", lambda name: "")
-    INCIDENTS.update(fake=INCIDENTS["fake"]._replace(notebook=""))
-    assert cli.main(["list"]) == 0
-    assert capsys.readouterr().out.splitlines()[:2] == ["1  fake: a fake", "   cause     it lies"]
 
 
 def test_run_prints_the_conclusion_and_keeps_the_findings(kept, incident, capsys):
@@ -282,13 +266,6 @@ def test_one_run_waits_while_another_writes(tmp_path, monkeypatch):
     with ThreadPoolExecutor(3) as pool:
         assert [*pool.map(write, "abc")] == [None] * 3
     assert {found.variant for found in read_findings(path)} == {*"abc"}
-
-
-def test_each_of_two_incidents_has_a_line_of_counts(kept, incident, capsys):
-    incident(clean)
-    common.obtain(["fake"] * 2, "cpu", kept, lambda found: None)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fake: ")]
-    assert said == ["fake: 1 as expected, 0 not as expected, 0 not run"] * 2
 
 
 def test_where_there_are_no_locks_findings_are_kept_without_one(kept, incident, monkeypatch):

@@ -27,14 +27,10 @@ from staleproof.vllm import sources
         (["run", "--device", "tpu"], "device: expected cpu, cuda or auto, got 'tpu'"),
         (["run", "--json", "{root}/a_file/x.jsonl"], "--json: {root}/a_file/x.jsonl: cannot be written"),
         (["run", "--json", "{root}"], "cannot be written: it is a folder"),
-        (["run", "--json", "."], "--json: .: cannot be written: it is a folder"),
         (["record", "--out", "{root}/a_file"], "--out: {root}/a_file/"),
         (["compare", "here", "there"], "first: here: neither a run folder nor a recorded machine"),
         (["audit", "{root}/nope.py"], "modules: {root}/nope.py: expected a Python file or a module"),
         (["audit", "typing", "no_such.module"], "modules: no_such.module: expected a Python file"),
-        (["audit", "typing.txt"], "modules: typing.txt: expected a Python file or a module"),
-        (["audit", "{root}/a_file"], "modules: {root}/a_file: expected a Python file or a module"),
-        (["audit", "./nope"], "modules: ./nope: expected a Python file or a module"),
         (["audit"], "staleproof audit: Missing argument 'modules'"),
         (["audit", "typing", "--onto", "x.jsonl"], "No such option: --onto"),
         (
@@ -80,7 +76,6 @@ from staleproof.vllm import sources
         (["patches", "--live", "http://localhost:1/"], "--live: http://localhost:1/health says nothing of"),
         (["watch", "localhost:99999"], "url: expected HOST:PORT, the port from 1 to 65535, got 'localhost:9"),
         (["watch", "localhost"], "url: expected HOST:PORT, the port from 1 to 65535, got 'localhost'"),
-        (["watch", ""], "url: expected HOST:PORT, the port from 1 to 65535, got ''"),
         (
             ["patches"],
             "staleproof: no vLLM is installed; name a release: staleproof patches --version 0.18.1",
@@ -88,7 +83,6 @@ from staleproof.vllm import sources
         (["nope"], "staleproof: No such command 'nope' (see staleproof --help)"),
         (["run", "--nope"], "staleproof run: No such option: --nope"),
         (["run", "--json"], "staleproof: Option '--json' requires an argument"),
-        (["compare"], "staleproof compare: Missing argument"),
         (["compare", "one"], "staleproof compare: Missing argument 'second'"),
         (["watch", "localhost:1", "--json"], "staleproof: watch: --json needs --once"),
     ],
@@ -163,10 +157,7 @@ def test_a_device_that_is_absent_is_2(root, incident, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("missing", "ends"),
-    [
-        *((name, 2) for name in ("torch", "triton", "numpy", "prometheus_client")),
-        ("a_module_of_ours", ModuleNotFoundError),
-    ],
+    [*((name, 2) for name in ("torch", "prometheus_client")), ("a_module_of_ours", ModuleNotFoundError)],
 )
 def test_a_package_that_staleproof_needs_and_nobody_installed_is_one_line(
     root, incident, capsys, monkeypatch, missing, ends

@@ -65,7 +65,7 @@ def _test_of(verdict, script=""):
     file.answers = {("k", "R"): Answer(verdict, "rows", "k", "R", script)}
     file.scripts = Path("folder")
     item = object.__new__(pytest_plugin.ContractItem)
-    item.parent, item.asked = file, ("k", "R")
+    item.parent, item.case = file, ("k", "R")
     return item
 
 
@@ -111,10 +111,8 @@ def test_nothing_happens_without_the_option(pytester):
     ("line", "found"),
     [
         ("from staleproof import audit", True),
-        ("from staleproof import mla_decode, audit as contract", True),
         ("    from staleproof.audit import rows", True),
         ("import staleproof.audit", True),
-        ("from staleproof import mla_decode", False),
         ("from staleproof.auditing import audit", False),
     ],
 )

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Mapping
 
-import pytest
 import torch
 from torch import nn
 
@@ -58,19 +57,6 @@ def test_live_allocations_find_their_owner_and_released_ones_are_gone():
     assert (tracker.now, tracker.peak) == (112 * 4, (112 + 1024) * 4)
     del stray
     assert tracker.now == buffer.nbytes + own.nbytes
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text", "short"),
-    [
-        (0, "0 bytes", "0 B"),
-        (1024, "1024 bytes", "1024 B"),
-        (-3 * 2**19, "-1.50 MiB", "-1.5 MiB"),
-        (10 * 2**30, "10.00 GiB", "10 GiB"),
-    ],
-)
-def test_sizes_read_as_in_torchs_out_of_memory_error(nbytes, text, short):
-    assert (allocations.size_text(nbytes), allocations.size_text(nbytes, short=True)) == (text, short)
 
 
 def test_segments_of_a_graphs_private_pool_are_not_releasable(monkeypatch):

@@ -41,12 +41,7 @@ def slot_of(board: Board, slot: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("dtype", "rows", "columns"),
-    [
-        *((dtype, 37, 6) for dtype in DTYPES),
-        (torch.float32, 1, 1),
-        (torch.bfloat16, 130, 100),
-        (torch.float16, 5, 9000),
-    ],
+    [*((dtype, 37, 6) for dtype in DTYPES), (torch.bfloat16, 130, 100), (torch.float16, 5, 9000)],
 )
 def test_rows_are_those_of_a_plain_count(device, dtype, rows, columns):
     live, board, bad, first = rows // 2, Board(device), [], None
@@ -73,9 +68,7 @@ def test_strided_rows_need_no_copy_and_give_the_same(device):
     assert slot_of(board, 2) == slot_of(board, 3)
 
 
-@pytest.mark.parametrize(
-    ("top_k", "dtype"), [(1, torch.int32), (3, torch.int64), (8, torch.int32), (32, torch.int64)]
-)
+@pytest.mark.parametrize(("top_k", "dtype"), [(1, torch.int32), (8, torch.int32), (32, torch.int64)])
 def test_repeats_are_those_of_a_plain_count(device, top_k, dtype):
     draw = torch.Generator("cpu").manual_seed(top_k)
     ids = torch.randint(-1, 40, (67, top_k), generator=draw, device="cpu").to(device, dtype)
@@ -90,8 +83,7 @@ def test_repeats_are_those_of_a_plain_count(device, top_k, dtype):
     assert slot_of(board, 5) == want
 
 
-@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pattern", [0x7FFF, 0xFFFF - 2**16])
+@pytest.mark.parametrize(("wide", "pattern"), [(torch.float32, 0x7FFF), (torch.bfloat16, 0xFFFF - 2**16)])
 def test_a_nan_of_the_hardware_is_no_canary_after_a_conversion(device, wide, pattern):
     """Hardware makes 0x7FFF in bfloat16, which is 0x7FFF0000 in float32: neither all 0 nor all 1."""
     narrow = torch.tensor([[pattern]], dtype=torch.int16).view(torch.bfloat16)
@@ -121,17 +113,6 @@ def test_a_step_that_is_not_counted_changes_nothing(device, reset):
     board.count(1, torch.full((8, 4), torch.nan))
     assert not board.numbers[:-2].any()
     assert board.numbers[-2:].tolist() == [NEVER, NEVER]
-
-
-def test_the_first_rows_are_packed_and_come_back_whole(device):
-    board = Board(device)
-    for step in (2**30 - 2, 2**30 - 1):
-        board.begin(step, 1000, counted=True)
-        x = torch.ones(1004, 2)
-        x[999], x[1003] = torch.nan, torch.inf
-        board.count(255, x)
-    found = [crossing(packed) for packed in board.numbers[-2:].tolist()]
-    assert found == [(2**30 - 2, 255, 1003, False), (2**30 - 2, 255, 999, False)]
 
 
 def test_the_steps_of_a_server_that_runs_for_months_begin_again(device):

@@ -34,10 +34,8 @@ def test_error_of_rounding_is_allowed_and_twice_that_is_found(dtype):
         *((64, {0: by}, "an element off by 0.125, 0.125 is allowed") for by in (1 / 8 + 1e-6, -1 / 8 - 1e-6)),
         # Half of the elements either way, so that no factor is common.
         (64, dict.fromkeys(range(32), 1 / 8) | dict.fromkeys(range(32, 64), -1 / 8), None),
-        (64, dict.fromkeys(range(64), 1 / 32), None),
         (64, dict.fromkeys(range(64), 1 / 32 + 1e-6), "a common factor off by 0.0313, 0.0312 is allowed"),
         (4, dict.fromkeys(range(4), -1 / 16 - 1e-6), "a common factor off by 0.0625, 0.0625 is allowed"),
-        (4, dict.fromkeys(range(4), 1 / 16), None),
     ],
 )
 def test_row_off_by_more_than_the_budget_is_found(columns, change, said):
@@ -103,7 +101,3 @@ def test_bits_are_compared_not_values():
 def test_result_of_another_shape_is_refused(compare):
     with pytest.raises(ValueError, match=r"got: expected the shape \(2,\), got \(3,\)"):
         compare("rows", torch.ones(3), torch.ones(2))
-
-
-def test_a_rounding_is_half_a_unit_in_the_last_place():
-    assert (rounding(BF16), rounding(torch.float16, times=3)) == (2**-8, 3 * 2**-11)

@@ -38,7 +38,7 @@ PLANNED, TRTLLM = ["__init__", "plan", "run"], "trtllm_batch_decode_with_kv_cach
 @pytest.mark.parametrize(
     ("backend", "q_len", "calls"),
     [
-        *((backend, q_len, PLANNED) for backend in ("fa2", "fa3") for q_len in (1, 2)),
+        *(("fa2", 1, PLANNED), ("fa3", 2, PLANNED)),
         ("trtllm", 2, [TRTLLM]),
         ("cutlass", 1, ["__init__", "run"]),
     ],
@@ -134,7 +134,7 @@ def vllm_fixture(monkeypatch):
     vllm_kernels.vllm_triton_mla_module.cache_clear()
 
 
-@pytest.mark.parametrize("release", ["0.17.1", "0.18.1", "0.20.0", "0.22.1", "0.33.0"])
+@pytest.mark.parametrize("release", ["0.17.1", "0.22.1", "0.33.0"])
 def test_vllms_triton_mla_leaves_nan_in_an_empty_row(vllm, device, release):
     root = environment.sources(release) / "vllm"
     vllm(root)

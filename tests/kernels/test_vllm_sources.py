@@ -6,10 +6,9 @@ import types
 
 import environment
 import pytest
-import torch
 
 from staleproof.kernels import vllm_sources
-from staleproof.kernels.vllm_sources import Finder, UnavailableError, executed, load
+from staleproof.kernels.vllm_sources import UnavailableError, executed, load
 from staleproof.vllm.sources import Sources
 
 # What benchmarks/patches.py and the GPU tests execute.
@@ -93,45 +92,3 @@ def test_a_release_is_the_installed_one_only_if_that_is_of_this_version(tmp_path
 def test_the_files_of_every_release_load(version):
     folder = environment.sources(version)
     assert [module.__name__ for module in load(folder / "vllm", *FILES)] == [*FILES]
-
-
-def test_stand_ins_of_vllm_answer_as_on_a_hopper_gpu(tmp_path):
-    with executed(tmp_path):
-        names = "platforms utils.math_utils utils.torch_utils v1.kv_cache_interface envs v1.worker.workspace"
-        names += " v1.attention.backends.utils model_executor.layers.quantization.utils.quant_utils"
-        platforms, math, tensors, cache, envs, workspace, blocks, quant = (
-            importlib.import_module(f"vllm.{name}") for name in names.split()
-        )
-    here = platforms.current_platform
-    yes, no = "is_cuda is_cuda_alike", "is_rocm is_xpu is_cpu is_fp8_fnuz is_arch_support_pdl"
-    assert [getattr(here, name)() for name in yes.split()] == [True] * 2
-    assert [getattr(here, name)() for name in no.split()] == [False] * 5
-    assert [here.has_device_capability(n) for n in (80, 90, 100)] == [True, True, False]
-    assert (here.get_device_capability(), here.num_compute_units(0)) == ((9, 0), 132)
-    assert not here.is_device_capability_family(100)
-    assert here.fp8_dtype() is quant.FP8_DTYPE is torch.float8_e4m3fn
-    assert quant.get_fp8_min_max() == (-448.0, 448.0)
-    assert [math.round_up(n, 16) for n in (16, 17)] == [16, 32]
-    assert [math.largest_power_of_2_divisor(n) for n in (24, 7)] == [8, 1]
-    for module in (tensors, cache):
-        assert [module.is_quantized_kv_cache(name) for name in ("auto", "fp8")] == [False, True]
-    modes = ["NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD"]
-    assert {mode.name: mode.value for mode in cache.KVQuantMode} == dict(zip(modes, range(5), strict=True))
-    assert (envs.VLLM_BATCH_INVARIANT, workspace.is_workspace_manager_initialized()) == (False, False)
-    assert (blocks.NULL_BLOCK_ID, blocks.PAD_SLOT_ID) == (0, -1)
-
-
-@pytest.mark.parametrize("cuda", [False, True])
-def test_stand_ins_of_sglang_say_whether_there_is_a_gpu(tmp_path, monkeypatch, cuda):
-    monkeypatch.setattr(sys, "meta_path", [Finder(tmp_path, [], "sglang", cuda), *sys.meta_path])
-    names = "srt.utils kernels.jit.utils srt.environ srt.platforms kernels.ops.kvcache.set_mla_kv_buffer"
-    utils, jit, environ, platforms, kvcache = (
-        importlib.import_module(f"sglang.{name}") for name in names.split()
-    )
-    assert [utils.is_cuda(), utils.is_hip(), utils.is_cpu(), utils.is_npu()] == [cuda, False, False, False]
-    assert (utils.ceil_div(7, 2), utils.ceil_div(8, 2), utils.get_device_core_count(0)) == (4, 4, 132)
-    assert (utils.get_bool_env_var("ANY"), jit.is_arch_support_pdl()) == (False, False)
-    assert (environ.envs.SGLANG_ANY.get(), kvcache.can_use_set_mla_kv_buffer()) == (False, False)
-    assert platforms.current_platform.capabilities.supports_triton
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
-        del sys.modules[name]

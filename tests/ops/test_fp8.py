@@ -91,8 +91,10 @@ def test_every_rounding_case(device: str) -> None:
     assert torch.equal(payload(got), payload(x.to(torch.float8_e4m3fn)))
 
 
-@pytest.mark.parametrize("live", ["int", "device tensor", "mask", "none", "padding"])
-@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize(
+    ("hidden", "live"),
+    [(300, "int"), (1000, "device tensor"), (300, "mask"), (1000, "padding"), (300, "none")],
+)
 def test_padding_changes_no_bit_and_comes_out_zero(device: str, hidden: int, live: str) -> None:
     x = batch(torch.bfloat16, device, hidden)
     keywords = LIVE[live](device)
@@ -105,10 +107,7 @@ def test_padding_changes_no_bit_and_comes_out_zero(device: str, hidden: int, liv
         assert int(payload(got[0])[~index].count_nonzero()) == 0
 
 
-@pytest.mark.parametrize(
-    ("hidden", "live"),
-    [(300, "all"), (300, "padding"), (1000, "int"), (1000, "device tensor"), (1000, "mask"), (8232, "mask")],
-)
+@pytest.mark.parametrize(("hidden", "live"), [(300, "padding"), (1000, "device tensor"), (8232, "mask")])
 def test_the_largest_value_counts_in_the_first_and_the_last_live_tile(
     device: str, hidden: int, live: str
 ) -> None:
@@ -169,9 +168,7 @@ def test_a_count_out_of_range_is_cut_to_it(device: str, hidden: int, count: int,
     quantize_fp8_per_tensor(x, live_rows=live, validate=True)
 
 
-@pytest.mark.parametrize(
-    ("rows", "hidden", "launches"), [(1, 8192, 1), (2, 8192, 2), (16, 512, 1), (17, 512, 2)]
-)
+@pytest.mark.parametrize(("rows", "hidden", "launches"), [(1, 8192, 1), (16, 512, 1), (17, 512, 2)])
 def test_what_one_program_holds_takes_one_launch(
     monkeypatch, device: str, rows: int, hidden: int, launches: int
 ) -> None:
@@ -255,9 +252,7 @@ def test_bad_input_is_named_and_nothing_is_written(device: str) -> None:
     assert scale.item() == 7.0
 
 
-@pytest.mark.parametrize(
-    ("gpu", "by_bits"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((12, 0), False)]
-)
+@pytest.mark.parametrize(("gpu", "by_bits"), [((8, 6), True), ((8, 9), False)])
 def test_codes_are_made_from_bits_where_the_gpu_has_no_cast_to_e4m3(monkeypatch, gpu, by_bits):
     monkeypatch.setattr(fp8, "INTERPRET", False)
     monkeypatch.setattr(fp8, "capability", lambda index: gpu)

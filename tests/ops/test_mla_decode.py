@@ -18,11 +18,11 @@ from staleproof.ops.launching import Seen
 from staleproof.ops.mla import decode
 from staleproof.ops.mla.decode import mla_decode
 
-# Each pair of a dtype, a page size and a number of splits: the splits of each page size.
+# The splits of some page sizes of each dtype.
 SPLITS: dict[torch.dtype, dict[int, int | None]] = {
-    torch.bfloat16: {16: None, 48: 1, 64: 3, 128: 3},
-    torch.float16: {16: 3, 48: None, 64: 1, 128: 1},
-    torch.float32: {16: 1, 48: 3, 64: None, 128: None},
+    torch.bfloat16: {16: None, 128: 3},
+    torch.float16: {48: None, 64: 1},
+    torch.float32: {16: 1, 48: 3},
 }
 
 
@@ -51,7 +51,7 @@ def test_values_and_k_scale(
 @pytest.mark.parametrize(
     ("heads", "q_len", "splits", "cache"),
     [
-        *((1, 1, 2, None), (5, 2, 1, None), (5, 2, 2, None), (20, 4, 2, None), (33, 2, 1, None)),
+        *((1, 1, 2, None), (5, 2, 1, None), (20, 4, 2, None), (33, 2, 1, None)),
         *((128, 1, 1, None), (20, 3, None, E4M3)),
     ],
 )
@@ -82,8 +82,7 @@ def test_strided_query_and_cache(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "splits", "ready"),
-    [("given", 1, True), ("given", 3, False), ("portable", 3, True), ("pairs", 1, False), ("pairs", 3, True)],
+    ("cut", "splits", "ready"), [("given", 3, False), ("portable", 3, True), ("pairs", 1, False)]
 )
 def test_a_cut_is_launched_by_its_kernel_on_hopper(
     monkeypatch: pytest.MonkeyPatch, splits: int, cut: str, ready: bool
@@ -107,8 +106,7 @@ def test_a_cut_is_launched_by_its_kernel_on_hopper(
     assert bool(seen._kinds) == (ready or cut == "portable")
 
 
-@pytest.mark.parametrize("q_len", [1, 4])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("q_len", "splits"), [(1, 3), (4, 1)])
 def test_empty_rows_are_written(device: str, q_len: int, splits: int) -> None:
     batch = make(device, [0, 40, 0, 2], q_len=q_len, heads=6)
     out = torch.full((4, q_len, 6, RANK), torch.nan, dtype=torch.bfloat16, device=device)
@@ -128,11 +126,7 @@ def test_empty_rows_are_written(device: str, q_len: int, splits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "splits", "cache"),
-    [
-        *((16, 3, None), (48, 1, None), (64, 3, None), (128, 1, None), (128, 3, None)),
-        *((48, 1, E4M3), (48, 2, E4M3)),
-    ],
+    ("page_size", "splits", "cache"), [*((16, 3, None), (48, 1, None), (128, 3, None), (48, 2, E4M3))]
 )
 def test_nothing_past_seq_len_changes_a_bit(
     device: str, page_size: int, splits: int, cache: torch.dtype | None
@@ -164,8 +158,7 @@ def test_a_later_query_token_does_not_reach_an_earlier_one(device: str) -> None:
     assert bool(got[:, 2].isnan().all())
 
 
-@pytest.mark.parametrize("where", ["kv_cache", "E4M3 cache", "q"])
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(("where", "splits"), [("kv_cache", 1), ("E4M3 cache", 2), ("q", 2)])
 def test_a_live_nan_stays_visible_and_at_home(device: str, splits: int, where: str) -> None:
     """Also in E4M3 numbers under the interpreter, whose own cast makes 480 of it."""
     batch = make(device, [70, 70], heads=4, cache=E4M3 if where == "E4M3 cache" else None)
@@ -299,9 +292,7 @@ def test_bad_input_is_named_and_nothing_is_written(device: str) -> None:
         assert_same_bits((out, lse), before)
 
 
-@pytest.mark.parametrize(
-    ("request_", "index", "page"), [(0, 0, -1), (0, 1, 5), (1, 0, 2**31 - 1), (1, 0, -1)]
-)
+@pytest.mark.parametrize(("request_", "index", "page"), [(0, 1, 5), (1, 0, -1)])
 def test_validate_names_each_page_that_is_used_and_out_of_the_cache(device, request_, index, page) -> None:
     """Pages 0 to 4 exist. The last page of a request holds few of its tokens, and none is used behind it."""
     batch = make(device, [20, 7])

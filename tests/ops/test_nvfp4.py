@@ -11,7 +11,7 @@ from staleproof.ops import nvfp4 as kernels
 from staleproof.ops.reference import nvfp4 as reference
 
 # Odd counts of rows, counts around a tile, and columns with and without padding.
-ROWS = (1, 2, 3, 31, 33, 127, 128, 129, 200)
+ROWS = (1, 3, 31, 128, 129, 200)
 COLUMNS = (16, 48, 64, 80, 208)
 
 

@@ -166,11 +166,7 @@ def test_every_row_of_every_id_has_a_program(device: str, monkeypatch, pages: in
 
 
 @pytest.mark.parametrize(
-    ("page", "kv"),
-    [
-        *((1, False), (15, True), (16, False), (17, True), (4096, True), (4097, False), (10_000, True)),
-        (70_001, False),
-    ],
+    ("page", "kv"), [*((1, False), (16, False), (17, True), (10_000, True), (70_001, False))]
 )
 def test_any_page_size(device: str, page: int, kv: bool) -> None:
     case = Case([plain(4, page, kv=kv)], device)
@@ -391,17 +387,6 @@ def gpu_fixture(device: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         monkeypatch.setattr(zero_kernel, name, Kernel(name))
     monkeypatch.setattr(zero_kernel.Plan, "stream", lambda plan: 77)
     return asked
-
-
-def test_more_ids_than_a_grid_has_programs_are_several_launches(gpu, monkeypatch) -> None:
-    """Each launch starts at its own ids, and counts them alone."""
-    monkeypatch.setattr(zero_kernel, "MOST", 5)
-    plan = BlockZeroer([torch.ones(9, 4)])._plan
-    for dtype, size in ((torch.int32, 4), (torch.int64, 8)):
-        gpu.clear()
-        plan.launch(1000, 12, dtype, 77)
-        launched = [(stream, grid[1], at, count) for _, stream, grid, _, at, count, *_ in gpu]
-        assert launched == [(77, n, 1000 + first * size, n) for first, n in ((0, 5), (5, 5), (10, 2))]
 
 
 def test_a_plan_for_the_caches_of_an_operator_cannot_be_made_while_a_stream_captures(

@@ -73,17 +73,10 @@ NEXT = "next: add --scripts FOLDER for the reproducers; then mend the kernel"
     ("rows", "scripts", "last", "error"),
     [
         ([BROKEN], True, "reproducers: 1 in {}", "1 clause is broken"),
-        ([replace(BROKEN, script="")], True, "no reproducer  E  decode", "1 clause is broken"),
         ([BROKEN], False, f'{NEXT}, or say documented={{{{"E": "..."}}}}', "1 clause is broken"),
         # A wrong result cannot be documented.
         ([replace(BROKEN, clause="0")], False, NEXT, "1 clause is broken"),
         ([replace(BROKEN, note=MODULE)], False, "0 of 0 kernels ran", "1 module was not tested"),
-        (
-            [replace(BROKEN, note="wrong setting: make")],
-            False,
-            "0 of 0 kernels ran",
-            "1 kernel was not tested",
-        ),
         (
             [BROKEN, replace(BROKEN, clause="T"), replace(BROKEN, note=MODULE, kernel="m")],
             True,

@@ -11,7 +11,7 @@ from made import texts
 from staleproof.incidents.kv_reuse.pictures import BlockLife, Span
 from staleproof.incidents.moe_routing.batch import Batch
 from staleproof.incidents.moe_routing.pictures import MapPicture
-from staleproof.incidents.scale_padding.pictures import TilePicture, tile_picture
+from staleproof.incidents.scale_padding.pictures import tile_picture
 from staleproof.report import drawings
 from staleproof.report.plots import INK
 
@@ -81,9 +81,3 @@ def test_tile_names_each_row_once_and_hatches_what_nobody_wrote(device):
     nobody = {(byte % 16, byte // 16) for byte, written in enumerate(picture.written) if not written}
     assert hatched(ax) == nobody
     assert len(nobody) == 512 - 20
-
-
-def test_single_byte_that_nobody_wrote_is_hatched():
-    places = [divmod(byte, 4) for byte in range(512)]
-    picture = TilePicture(*map(list, zip(*places, strict=True)), [byte != 7 for byte in range(512)])
-    assert hatched(drawings.tile(picture).axes[0]) == {(7, 0)}

@@ -62,15 +62,14 @@ def printed(line: str, word: str) -> str:
 VALUES = {"moe_backend": "FLASHINFER_CUTLASS", "backend": "FLASH_ATTN", "prefill": "TRTLLM_RAGGED"}
 
 
-@pytest.mark.parametrize(
-    ("name", "line"), [(name, line) for name, lines in table.engine()["lines"].items() for line in lines]
-)
-def test_every_line_in_which_a_release_names_a_backend_is_read(name, line):
-    known = log(f"(Worker_TP0 pid=9) INFO 05-15 06:01:33 [a.py:1] {printed(line, VALUES[name])}").known
-    assert known[name] == (VALUES[name].lower() if "%s" in line else known[name])
-    assert re.fullmatch(r"\w+", known[name])
-    others = {*VALUES} - {name}
-    assert {*known} & others == set()
+@pytest.mark.parametrize("name", VALUES)
+def test_every_line_in_which_a_release_names_a_backend_is_read(name):
+    for line in table.engine()["lines"][name]:
+        known = log(f"(Worker_TP0 pid=9) INFO 05-15 06:01:33 [a.py:1] {printed(line, VALUES[name])}").known
+        assert known[name] == (VALUES[name].lower() if "%s" in line else known[name])
+        assert re.fullmatch(r"\w+", known[name])
+        others = {*VALUES} - {name}
+        assert {*known} & others == set()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,6 @@ def test_every_line_in_which_a_release_names_a_backend_is_read(name, line):
         ("Cudagraph is disabled under eager mode", {"graphs": "none"}),
         ("device: NVIDIA GeForce RTX 5090", {"gpu": "sm120"}),
         ("GPU 0: AMD Instinct MI300X", {"gpu": "rocm"}),
-        ("Automatically detected platform cpu.", {"gpu": "cpu"}),
         ("Overriding cudagraph_mode from FULL_AND_PIECEWISE to PIECEWISE", {"graphs": "piecewise"}),
         ("Using V2 Model Runner", {"runner": "v2"}),
         (
@@ -124,11 +122,9 @@ def test_the_first_line_that_says_what_went_wrong_decides():
         ("0.18.1+cu129", ("0.18.1",), ""),
         ("v0.18", ("0.18.1",), ""),
         ("0.29.1rc1.dev210+gb443c1c", ("0.29.0", "0.30.0"), "both 0.29.0 and 0.30.0"),
-        ("0.20.2rc1.dev353+gaefad089a", ("0.20.1", "0.20.2"), "both 0.20.1 and 0.20.2"),
         ("0.18.1+mine", ("0.18.1",), "taken for 0.18.1"),
         ("0.15.1", (), "outside of 0.16.0 to 0.33.0"),
         ("0.34.0", (), "outside of 0.16.0 to 0.33.0"),
-        ("0.34.1.dev3+g1", (), "outside of 0.16.0 to 0.33.0"),
         ("main", (), "is not a release"),
     ],
 )
@@ -148,22 +144,12 @@ def test_rows_of_an_unknown_release_are_weighed_without_it():
     ("name", "there"),
     [
         ("deepseek-ai/DeepSeek-V3.1", "mla moe"),
-        ("moonshotai/Kimi-K2-Instruct", "mla moe"),
         ("KimiLinearForCausalLM", "mla moe hybrid"),
         ("KimiK3ForConditionalGeneration", "mla moe hybrid"),
-        ("GlmMoeDsaForCausalLM", "mla moe"),
-        ("zai-org/GLM-4.6", "moe"),
         ("Qwen3_5MoeForCausalLM", "moe hybrid"),
         ("Qwen/Qwen3-30B-A3B", "moe"),
-        ("Qwen/Qwen3.5-9B", "hybrid"),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", ""),
-        ("DeepseekV4ForCausalLM", "moe"),
-        ("NemotronHForCausalLM", "hybrid"),
         ("LlamaForCausalLM", ""),
-        ("meta-llama/Llama-4-Scout-17B-16E", "moe"),
-        ("MiniMaxM2ForCausalLM", "moe"),
-        ("XiaomiMiMo/MiMo-V2-Flash", "moe"),
-        ("google/gemma-4-26B-A4B-it", "moe"),
         ("openai/gpt-oss-120b", "moe gpt-oss"),
         ("ibm-granite/granite-4.0-h-small", "hybrid"),
         ("Qwen2_5_VLForConditionalGeneration", ""),
@@ -181,9 +167,7 @@ def test_models_by_name_and_by_architecture(name, there):
     [
         ("nvidia/Kimi-K2.6-NVFP4", "nvfp4"),
         ("deepseek-ai/DeepSeek-R1", "fp8-block"),
-        ("nvidia/DeepSeek-R1-NVFP4", "nvfp4"),
         ("Qwen/Qwen3-30B-A3B-FP8", "fp8-block"),
-        ("openai/gpt-oss-20b", "mxfp4"),
         ("unsloth/gpt-oss-20b-BF16", "none"),
         ("Qwen/Qwen2.5-72B-Instruct-AWQ", "other"),
         ("Qwen/Qwen3-32B", None),
@@ -339,9 +323,9 @@ def test_a_patch_says_whether_it_touches_the_backend():
     assert "yours is unknown (--backend)" in answer.patch_lines(row, of(**given))[0][2]
 
 
-@pytest.mark.parametrize("row", table.rows(), ids=lambda row: row.key)
-def test_what_a_row_says_that_you_see_is_read_as_its_symptom(row):
-    assert {*words(table.plain(row.see)).symptoms} & {*row.symptoms}
+def test_what_a_row_says_that_you_see_is_read_as_its_symptom():
+    for row in table.rows():
+        assert {*words(table.plain(row.see)).symptoms} & {*row.symptoms}, row.key
 
 
 def test_a_word_that_is_not_known_is_a_note_and_no_error():
@@ -360,8 +344,7 @@ def test_a_word_that_is_not_known_is_a_note_and_no_error():
     assert all("answered without it" in note for note in known.notes)
 
 
-@pytest.mark.parametrize("verbose", [False, True])
-@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize(("width", "verbose"), [(60, True), (80, False)])
 def test_lines_fit_the_terminal(width, verbose):
     for name in EXPECTED["ours"]:
         known = log((LOGS / f"{name}.log").read_text())

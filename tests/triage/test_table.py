@@ -13,7 +13,6 @@ from rich.console import Console
 from staleproof import runs
 from staleproof.incidents.registry import INCIDENTS
 from staleproof.triage import in_production, table
-from staleproof.triage.facts import MODEL, SETUP
 from staleproof.vllm.plugin import decisions, patches
 
 ROOT = Path(__file__).parents[2]
@@ -21,12 +20,6 @@ ROWS = table.rows()
 KEYS = [row.key for row in ROWS]
 RUN = runs.find("nvidia-h200")
 ENGINES = runs.find("nvidia-h200-engine")
-
-
-def test_the_words_people_type_are_in_it():
-    seen = " ".join(row.see for row in ROWS)
-    typed = "garbage, gibberish, NaN, `!!!!`, OOM after upgrade, illegal memory access, GB200"
-    assert [words for words in (*typed.split(", "), "Accuracy drops with uptime") if words not in seen] == []
 
 
 def test_every_incident_has_a_row_and_every_patch_one_too():
@@ -60,24 +53,6 @@ def test_a_row_without_a_patch_has_the_releases_that_the_sources_say():
     assert table.engine()["releases"] == [*table.probes()]
 
 
-def test_every_term_that_a_row_names_is_one_that_is_read():
-    """A misspelled value would never be met, and a misspelled remedy never help."""
-    words = {name: {*choices} for name, choices in table.terms("choices").items()}
-    words |= {"gpu": {*table.terms("gpus")}, "setup": {*SETUP}, "model": {*MODEL, "gpt-oss"}}
-    for row in ROWS:
-        assert {*row.symptoms} <= {*table.symptoms()}
-        assert {*row.remedies} <= {*table.terms("remedies")}
-        assert {*row.touches} <= {*row.patches}
-        for name, values in [
-            *row.needs.items(),
-            *row.excludes.items(),
-            *row.weighs.items(),
-            *row.hints.items(),
-        ]:
-            named = {part.removeprefix("not ") for value in values for part in value.split("+")}
-            assert named <= words.get(name, named), (row.key, name)
-
-
 def test_readme_names_releases_by_model_as_the_rows_have_them():
     by_model = (ROOT / "README.md").read_text().partition("| Model |")[2].partition("\n\n")[0]
     ends = {end for row in ROWS for end in (row.releases[0], row.releases[-1])}
@@ -97,21 +72,20 @@ def test_in_production_shows_the_control_of_each_row():
             assert re.sub("`([^`]+)`", r"<code>\1</code>", row.control) in page
 
 
-@pytest.mark.parametrize("row", ROWS, ids=KEYS)
-def test_the_release_to_go_to_has_nothing_of_the_row(row):
-    named = re.findall(r"\d+\.\d+\.\d+", row.release)
-    if row.release.startswith("none"):
-        assert row.releases[-1] == named[0] == [*table.probes()][-1]
-    else:
-        assert named
-        assert not {*named} & {*row.releases}
+def test_the_release_to_go_to_has_nothing_of_the_row():
+    for row in ROWS:
+        named = re.findall(r"\d+\.\d+\.\d+", row.release)
+        if row.release.startswith("none"):
+            assert row.releases[-1] == named[0] == [*table.probes()][-1], row.key
+        else:
+            assert named, row.key
+            assert not {*named} & {*row.releases}, row.key
 
 
-@pytest.mark.parametrize("row", ROWS, ids=KEYS)
-def test_evidence_is_what_was_found(row):
+def test_evidence_is_what_was_found():
     found = {(f.incident, f.question, f.variant): f for one in runs.read_all() for f in one.findings}
     found |= {(f.incident, f.question, f.variant): f for f in (*RUN.findings, *ENGINES.findings)}
-    for item in row.evidence:
+    for item in (item for row in ROWS for item in row.evidence):
         assert item.grade in table.GRADES
         if item.file:
             assert (ROOT / item.file).is_file(), item
@@ -153,9 +127,9 @@ def _spread(spans: str) -> list[str]:
     return [known[i] for ends in named for i in range(known.index(ends[0]), known.index(ends[-1]) + 1)]
 
 
-@pytest.mark.parametrize("incident", INCIDENTS)
-def test_in_production_has_at_most_100_columns(incident):
-    assert 80 < max(map(len, repr(in_production(incident)).splitlines())) <= 100
+def test_in_production_has_at_most_100_columns():
+    for incident in INCIDENTS:
+        assert 80 < max(map(len, repr(in_production(incident)).splitlines())) <= 100, incident
 
 
 def test_in_production_refuses_an_unknown_incident():

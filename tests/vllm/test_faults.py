@@ -3,7 +3,22 @@
 import pytest
 from tests.vllm import faults
 
-TARGETS = {faults.name_of(patch, target): (patch, target) for patch, target in faults.targets()}
+from staleproof.vllm import standing
+
+
+def kind(patch, target):
+    """What containing a failure depends on: the hooks of a function, whose it is, and when they run."""
+    hooks = tuple(hook for hook in ("around", "before", "instead", "after") if getattr(target, hook))
+    return hooks, "." in target.name, target.single, patch.traced, patch.on_host, patch.name == standing.CACHE
+
+
+# One function of each kind, and every patch.
+TARGETS = {}
+KINDS = set()
+for patch, target in faults.targets():
+    if not {kind(patch, target), patch.name} <= KINDS:
+        KINDS |= {kind(patch, target), patch.name}
+        TARGETS[faults.name_of(patch, target)] = (patch, target)
 # A function that is wrapped whole, so that a fault can also be planted where the call ends.
 AROUND = next(name for name, (_, target) in TARGETS.items() if target.around is not None)
 CASES = [

@@ -25,7 +25,7 @@ from staleproof.vllm.standing import registry
 name, place, state = sys.argv[1:4]
 live.BEAT_S = 0.05
 registry.of(name).targets[place] = state
-first = live.enter(live.Here("0.22.1", [name], incidents={name: "kv_reuse"}), asked=True)
+first = live.enter(live.Here("0.22.1", [name], incidents={name: "kv_reuse"}), reports=True)
 live.beat()
 print(first, flush=True)
 sys.stdin.read()
@@ -39,7 +39,7 @@ def here_fixture(monkeypatch):
     monkeypatch.delenv(live.SWITCH, raising=False)
     registry.of("undrained_ids").targets["vllm.sched:schedule"] = "waiting"
     here = Here("0.22.1", ["undrained_ids"], incidents={"undrained_ids": "kv_reuse"})
-    assert live.enter(here, asked=True)
+    assert live.enter(here, reports=True)
     yield here
     live._leave(os.environ[live.FOLDER], os.getpid())
     registry.forget("undrained_ids")
@@ -98,7 +98,7 @@ def test_the_truth_is_that_of_all_processes(here, capsys, monkeypatch):
     assert cli.main(["patches", "--live", "localhost:1"]) == 2
 
 
-@pytest.mark.parametrize("answer", ['{"status": "ok"}', "[1]", "3", "not JSON", ""])
+@pytest.mark.parametrize("answer", ['{"status": "ok"}', "3", "not JSON", ""])
 def test_a_server_that_knows_nothing_of_staleproof_is_bad_input(capsys, monkeypatch, answer):
     asked = []
 
@@ -204,7 +204,7 @@ def test_each_second_what_may_come_back_is_put_in_place_again(here, monkeypatch)
 def test_a_start_with_the_switch_is_off_from_the_beginning(here, tmp_path, monkeypatch):
     (tmp_path / "off").write_text("")
     monkeypatch.setenv(live.SWITCH, str(tmp_path / "off"))
-    live.enter(here, asked=True)
+    live.enter(here, reports=True)
     assert process.state("undrained_ids")[0] == "off"
 
 

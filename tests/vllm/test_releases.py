@@ -42,7 +42,7 @@ def test_a_series_is_its_last_release_and_anything_else_is_itself():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"0.18.1": {}', '{"releases": {"0.18.1": {"mla_padding": {}}}}', "\xff"]
+    "text", ["", '{"0.18.1": {}', '{"releases": {"0.18.1": {"mla_padding": {}}}}', "\xff"]
 )
 def test_a_broken_table_is_one_line(tmp_path, monkeypatch, capsys, text):
     file = tmp_path / "versions.json"

@@ -168,8 +168,10 @@ def test_scale_padding(vllm):
     assert scales.shape == (128, 1)
 
 
-@pytest.mark.parametrize("patch", ["mla_padding", "decode_buffer"])
-@pytest.mark.parametrize("name", ["cutlass", "flashinfer"])
+@pytest.mark.parametrize(
+    ("patch", "name"),
+    [("mla_padding", "cutlass"), ("mla_padding", "flashinfer"), ("decode_buffer", "cutlass")],
+)
 def test_mla(vllm, device, patch, name):
     module = vllm(f"v1.attention.backends.mla.{name}_mla")
     impl = next(cls for cls in vars(module).values() if isinstance(cls, type))()

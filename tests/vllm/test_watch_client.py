@@ -54,7 +54,7 @@ staleproof_up{of="a"} 1.0
     assert watch_client.parse(text) == [Sample("steps", {}, 4.0), Sample("up", {"of": "a"}, 1.0)]
 
 
-@pytest.mark.parametrize("url", ["host:1", "httpd:1/", "host:1/metrics/", "http://host:1/metrics"])
+@pytest.mark.parametrize("url", ["httpd:1/", "host:1/metrics/", "http://host:1/metrics"])
 def test_a_port_may_be_named_with_or_without_scheme_and_path(monkeypatch, url):
     host = "httpd" if "httpd" in url else "host"
     error = URLError(OSError("refused")) if "/" in url else ConnectionRefusedError("refused")
@@ -93,10 +93,8 @@ def test_json_has_every_sample_and_is_in_order_of_name():
     ("steps", "counted", "layers", "said"),
     [
         ([8], [8], [], "step 8"),
-        ([8], [0], [], "step 8"),
         ([], [], [], "step 0"),
         ([5, 4], [2, 1], [], "step 9; counts are of 3 steps: of all there were about 3.0 times as many"),
-        ([8], [8], [1], "step 8"),
         ([8], [8], [2], "step 8; one layer in 2"),
         ([8], [8], [1, 4, 2], "step 8; one layer in 4"),
     ],

@@ -64,7 +64,6 @@ def test_on_vllms_own_files(version):
     [
         ("0.19.1", "no watch: vLLM 0.19.1 is too old: the watch knows 0.20.0 to ", False),
         ("1.4.0", "watch on vLLM 1.4.0: it knows 0.20.0 to ", True),
-        ("main", "watch on vLLM main: it knows 0.20.0 to ", True),
         (OLDEST, None, True),
         (KNOWN[-1], None, True),
     ],

@@ -65,12 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         context = getattr(error, "ctx", None)
         name = context.command_path if context else "staleproof"
-        said = error.format_message().rstrip(".")
+        message = error.format_message().rstrip(".")
         # Of a number, which typer lets pydantic read.
         for wrong in getattr(error.__cause__, "errors", list)():
-            said += f", got {wrong['input']!r}"
+            message += f", got {wrong['input']!r}"
         is_help = type(error).__name__ == "NoArgsIsHelpError"
-        typer.echo(said if is_help else f"{name}: {said} (see {name} --help)", err=True)
+        typer.echo(message if is_help else f"{name}: {message} (see {name} --help)", err=True)
         return int(getattr(error, "exit_code", 2))
     return code if isinstance(code, int) else 0
 

@@ -86,13 +86,13 @@ def audit(
         left = next((one.clause for one in broken if one.clause != "0"), "")
         says_so = f', or say documented={{"{left}": "..."}}' if left else ""
         typer.echo(f"next: add --scripts FOLDER for the reproducers; then mend the kernel{says_so}")
-    says = []
+    problems = []
     if broken:
-        says.append("1 clause is broken" if len(broken) == 1 else f"{len(broken)} clauses are broken")
+        problems.append("1 clause is broken" if len(broken) == 1 else f"{len(broken)} clauses are broken")
     for kind, count in (("kernel", of_kernels), ("module", len(failed) - len(broken) - of_kernels)):
         if count:
-            says.append(f"{count} {kind}{'s were' if count > 1 else ' was'} not tested")
-    typer.echo(f"staleproof: {'; '.join(says)}", err=True)
+            problems.append(f"{count} {kind}{'s were' if count > 1 else ' was'} not tested")
+    typer.echo(f"staleproof: {'; '.join(problems)}", err=True)
     raise typer.Exit(1)
 
 

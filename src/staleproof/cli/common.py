@@ -110,19 +110,19 @@ def recorded_runs() -> tuple[Sequence[Run], Sequence[RunFileError]]:
     from staleproof import runs as store
 
     runs: list[Run] = []
-    spoilt: list[RunFileError] = []
+    unreadable: list[RunFileError] = []
     with contextlib.suppress(store.CheckoutError):
-        runs = store.read_all(on_error=spoilt.append)
-    return runs, spoilt
+        runs = store.read_all(on_error=unreadable.append)
+    return runs, unreadable
 
 
-def finish(findings: Sequence[Finding], spoilt: Sequence[RunFileError], stopped: Sequence[str] = ()) -> None:
+def finish(findings: Sequence[Finding], errors: Sequence[RunFileError], stopped: Sequence[str] = ()) -> None:
     """Exit with 1 for an unexpected verdict or a stopped notebook, 2 for a run that cannot be read."""
     failed = sum(found.failed for found in findings)
     unexpected = [f"{failed} verdicts are not as expected"] if failed else []
-    for line in (*stopped, *unexpected, *spoilt):
+    for line in (*stopped, *unexpected, *errors):
         typer.echo(f"staleproof: {line}", err=True)
-    if stopped or failed or spoilt:
+    if stopped or failed or errors:
         raise typer.Exit(1 if stopped or failed else 2)
 
 
@@ -130,12 +130,12 @@ def finish(findings: Sequence[Finding], spoilt: Sequence[RunFileError], stopped:
 def _locked(path: Path) -> Iterator[None]:
     """Nobody else in this checkout reads and writes the file meanwhile; where there are no locks, no lock."""
     path = path.resolve()
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         # A full disk has no room for the lock's file either; the write says so.
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
-            file = held.enter_context(path.with_name(path.name + ".lock").open("w"))
+            file = stack.enter_context(path.with_name(path.name + ".lock").open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

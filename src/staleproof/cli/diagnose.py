@@ -76,8 +76,8 @@ def diagnose(
     source = log if log is not None else paste
     text = None if source is None else _text(source)
     facts = Facts()
-    for said in symptom or ():
-        _symptom(facts, said)
+    for word in symptom or ():
+        _symptom(facts, word)
     if text is not None:
         named = list(facts.symptoms)
         read.log(facts, text)
@@ -112,17 +112,17 @@ def diagnose(
         typer.echo(typer.style(line[:end], bold=True) + line[end:] if end else line)
 
 
-def _symptom(facts: Facts, said: str) -> None:
+def _symptom(facts: Facts, word: str) -> None:
     """One of the seven words, several with commas between, or a sentence."""
     from staleproof.triage import read, table
 
-    parts = re.split(r"[,|+ ]+", said.strip().lower())
+    parts = re.split(r"[,|+ ]+", word.strip().lower())
     if {*parts} <= {*table.symptoms()}:
         for part in parts:
             facts.add_symptom(part, "--symptom")
         return
     before = len(facts.symptoms)
-    read.words(facts, said)
+    read.words(facts, word)
     if len(facts.symptoms) == before:
         facts.notes.append(f"your words name none of {', '.join(table.symptoms())}: say which with --symptom")
 
@@ -171,12 +171,12 @@ def _ask(facts: Facts) -> None:
             typer.echo(f"  {name:<9}{entry['says']}")
         if word := prompt(ASK["symptom"]):
             _symptom(facts, word)
-    asked = ["symptom"]
-    while len(asked) <= judge.MOST:
-        wanted = judge.deciding(facts, judge.judge_all(facts), asked)
+    skip = ["symptom"]
+    while len(skip) <= judge.MOST:
+        wanted = judge.deciding(facts, judge.judge_all(facts), skip)
         if not wanted:
             break
-        asked.append(wanted[0])
+        skip.append(wanted[0])
         if word := prompt(ASK[wanted[0]]):
             facts.learn(wanted[0], word, "you")
             facts.derive()

@@ -33,15 +33,15 @@ def list_() -> None:
 
     for name, about in INCIDENTS.items():
         say(f"{about.number}  {name}: {about.title}")
-        for field, said in (
+        for field, text in (
             ("symptom", symptom(name)),
             ("cause", about.summary),
             ("notebook", about.notebook and f"notebooks/{about.notebook}"),
         ):
-            if said:
-                say(f"   {field:<10}{said}")
+            if text:
+                say(f"   {field:<10}{text}")
     say("Read notebooks/00_orientation.ipynb first. For kernels of yours: 06_audit_your_kernels.ipynb.")
-    runs, spoilt = recorded_runs()
+    runs, unreadable = recorded_runs()
     for run in runs:
         say(f"recorded  {run.folder.name}: {run.title}")
     say()
@@ -49,7 +49,7 @@ def list_() -> None:
         say("this machine runs no incident: torch is not installed (pip install -e .)")
     else:
         _this_machine()
-    finish([], spoilt)
+    finish([], unreadable)
 
 
 def _this_machine() -> None:
@@ -87,7 +87,7 @@ def run(
     from staleproof.report import terminal
 
     names = _chosen(incidents)
-    runs, spoilt = recorded_runs()
+    runs, unreadable = recorded_runs()
     path = json or findings_path()
 
     def show(findings: Sequence[Finding]) -> None:
@@ -97,7 +97,7 @@ def run(
     with naming("--json") if json else contextlib.nullcontext():
         findings = obtain(names, device, path, show, verbose)
     terminal.print_kept(path, findings)
-    finish(findings, spoilt)
+    finish(findings, unreadable)
 
 
 def _chosen(incidents: Sequence[str] | None) -> Sequence[str]:

@@ -54,12 +54,12 @@ def patches(
         beside = "--json" if as_json else "--version"
         raise BadInputError(f"--explain: prints a text about a patch; expected no {beside} beside it")
     if live is not None:
-        stands = health(live)
+        answer = health(live)
         if as_json:
-            typer.echo(json.dumps(stands, indent=1))
+            typer.echo(json.dumps(answer, indent=1))
         else:
-            say(_as_text(stands))
-        if not stands["ok"]:
+            say(_as_text(answer))
+        if not answer["ok"]:
             raise typer.Exit(3)
         return
     try:
@@ -70,9 +70,9 @@ def patches(
     except PatchError as error:
         about = "--explain: " if explain is not None else "--version: " if version is not None else ""
         hint = "" if about else "; name a release: staleproof patches --version 0.18.1"
-        said = str(error).removesuffix("; nothing is patched")
+        why = str(error).removesuffix("; nothing is patched")
         # One that names a variable is about no argument.
-        raise BadInputError(said if said.startswith("STALEPROOF_") else f"{about}{said}{hint}") from error
+        raise BadInputError(why if why.startswith("STALEPROOF_") else f"{about}{why}{hint}") from error
     if as_json:
         typer.echo(shown.as_json(found))
     else:

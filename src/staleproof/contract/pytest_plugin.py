@@ -62,7 +62,7 @@ class ContractFile(pytest.File):
         for subject in subjects:
             for clause in subject.clauses:
                 name = f"{subject.name}[{clause}]"
-                yield ContractItem.from_parent(self, name=name, asked=(subject.name, clause))
+                yield ContractItem.from_parent(self, name=name, case=(subject.name, clause))
 
     @cached_property
     def scripts(self) -> Path | None:
@@ -84,23 +84,23 @@ class ContractItem(pytest.Item):
     """One clause of one kernel.
 
     Args:
-        asked: kernel and clause.
+        case: kernel and clause.
     """
 
-    def __init__(self, *, asked: tuple[str, str], **given: Any) -> None:
+    def __init__(self, *, case: tuple[str, str], **given: Any) -> None:
         super().__init__(**given)
-        self.asked = asked
+        self.case = case
 
     def runtest(self) -> None:
         from staleproof.contract.contract import BREAKS, CLAUSES, HOLDS
         from staleproof.contract.reproducer import name_of
 
         assert isinstance(self.parent, ContractFile)
-        found = self.parent.answers[self.asked]
+        found = self.parent.answers[self.case]
         if found.verdict == BREAKS:
             shown = f"clause {found.clause}: {CLAUSES[found.clause]}\n{found.note}"
             if found.script:
-                shown += f"\n\n{found.script}\n{self.parent.scripts}/{name_of(*self.asked)}.py runs alone"
+                shown += f"\n\n{found.script}\n{self.parent.scripts}/{name_of(*self.case)}.py runs alone"
             raise BrokenClauseError(shown)
         if found.verdict != HOLDS:
             pytest.skip(found.note)

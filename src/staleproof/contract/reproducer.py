@@ -204,9 +204,9 @@ def shows(note: str, ended: children.Ended) -> bool:
         return False
     if ended.code < 0:
         return "ended its process" in note
-    said = re.search(r"raises (\w+)", note)
+    match = re.search(r"raises (\w+)", note)
     # torch writes advice behind an error of CUDA.
-    raised = said is not None and re.search(rf"^[\w.]*\b{said[1]}: ", ended.stderr, re.MULTILINE)
+    raised = match is not None and re.search(rf"^[\w.]*\b{match[1]}: ", ended.stderr, re.MULTILINE)
     return bool(ended.code) and bool(raised or "\nAssertionError: " in ended.stderr)
 
 

@@ -145,8 +145,8 @@ def _in_turn(
             known = fresh
         before = {**known, **{name: known[name].clone() for name in tensors}}
         results = _results(kernel, known, 3.0)
-        if said := wrong(before, known, results):
-            return breaks(said)
+        if reason := wrong(before, known, results):
+            return breaks(reason)
         returned_in = {_memory(x) for x in results}
         for name in tensors:
             may = name in edits or _memory(known[name]) in returned_in
@@ -154,8 +154,8 @@ def _in_turn(
                 return breaks(f"writes to {name}")
         if not all(torch.equal(bits(x), bits(copy)) for x, copy in kept):
             return breaks("overwrites what an earlier call returned")
-        mine = {_memory(known[name]) for name in tensors}
-        kept += [(x, x.clone()) for x in results if _memory(x) not in mine]
+        own = {_memory(known[name]) for name in tensors}
+        kept += [(x, x.clone()) for x in results if _memory(x) not in own]
     return None
 
 
@@ -284,8 +284,8 @@ def _routed_off(
         right, right_ids = rights
         if not torch.equal(ids.long().sort(-1).values, right_ids.long().sort(-1).values):
             return "not the experts of the reference", ""
-        order, theirs = ids.long().argsort(-1), right_ids.long().argsort(-1)
-        wrong = _far(weights.gather(1, order), right.gather(1, theirs))
+        order, right_order = ids.long().argsort(-1), right_ids.long().argsort(-1)
+        wrong = _far(weights.gather(1, order), right.gather(1, right_order))
         return wrong and f"weights of {wrong}", ""
     chosen = ids.long().sort(-1).values
     if not any(torch.equal(chosen, right) for right in _choices(logits, top_k, shape.get("grouped", False))):
@@ -299,14 +299,14 @@ def right_experts(kernel: Kernel, shape: Shape, device: str) -> Answer:
     notes = set()
 
     def wrong(before: Known, after: Known, results: Sequence[torch.Tensor]) -> str:
-        said, note = _routed_off(shape, before["router_logits"], *_ids_last(results))
+        reason, note = _routed_off(shape, before["router_logits"], *_ids_last(results))
         notes.add(note)
-        return said
+        return reason
 
     sizes = ((ROWS, 0), (ROWS, 1), (1, 2), (MORE, 3))
     calls = (_router_input(kernel, shape, _logits(shape, device, *each)) for each in sizes)
-    if said := _in_turn(kernel, calls, wrong):
-        return said
+    if reason := _in_turn(kernel, calls, wrong):
+        return reason
     if _takes(kernel, "bias"):
         logits = _logits(shape, device)
         least = int(logits.sum(0).argmin())
@@ -440,9 +440,9 @@ def _quantised_off(values: torch.Tensor, scales: torch.Tensor, expected: torch.T
         return f"values times scales: {wrong}"
     for scale in scales.unique() if dynamic else ():
         # A scale that is rounded up to a power of two leaves at least half of the range in use.
-        mine = scales == scale
-        used, row = numbers[mine].abs().max(), int(mine.any(1).nonzero()[0])
-        if used < largest / 2 and expected[mine].any():
+        own = scales == scale
+        used, row = numbers[own].abs().max(), int(own.any(1).nonzero()[0])
+        if used < largest / 2 and expected[own].any():
             return f"of a range of {largest:.0f} row {row} uses {used:.3g}: its scale is too large"
     return ""
 
@@ -512,8 +512,8 @@ def same_twice(kernel: Kernel, shape: Shape, device: str) -> Answer:
 
     def off(known: Known, after: Known, results: Sequence[torch.Tensor]) -> str:
         x = known["x"]
-        said = _against([*results], shape, x, shape.get("live_rows", len(x)))
-        return said + ", which is zeros" * (f"row {ZERO_ROW} " in said and not x[ZERO_ROW].any())
+        reason = _against([*results], shape, x, shape.get("live_rows", len(x)))
+        return reason + ", which is zeros" * (f"row {ZERO_ROW} " in reason and not x[ZERO_ROW].any())
 
     wrong = off(given | {"x": before}, {}, first)
     if wrong.startswith(NO_REFERENCE):

@@ -190,8 +190,8 @@ def subjects_in(module: str) -> list[Subject]:
     try:
         found: list[Subject] = ended.answer()
     except children.ChildError as error:
-        said = str(error).removeprefix("ended with 1: ")
-        raise children.ChildError(f"{said}{_place(ended.stderr)}") from error
+        reason = str(error).removeprefix("ended with 1: ")
+        raise children.ChildError(f"{reason}{_place(ended.stderr)}") from error
     return found
 
 
@@ -200,8 +200,8 @@ def _place(stack: str) -> str:
     others = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
     others.append(str(Path(__file__).parents[1]))
     places = re.findall(r'^ *File "(/.+)", line (\d+)', stack, re.MULTILINE)
-    mine = [place for place in places if not any(Path(place[0]).is_relative_to(one) for one in others)]
-    return f" ({mine[-1][0]}, line {mine[-1][1]})" if mine else ""
+    inside = [place for place in places if not any(Path(place[0]).is_relative_to(one) for one in others)]
+    return f" ({inside[-1][0]}, line {inside[-1][1]})" if inside else ""
 
 
 # What is still to be asked: (subject, clauses).

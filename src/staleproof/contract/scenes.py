@@ -183,12 +183,12 @@ def make_call(
     buffers = [zeros(pages + 2 * GUARD, size, shape.kv_heads, width) for width in widths]
     caches = [buffer[GUARD:-GUARD] for buffer in buffers]
     for request, (length, need) in enumerate(zip(seq_lens, needs, strict=True)):
-        mine = [free.pop() for _ in range(need)]
-        table[request, :need] = torch.tensor(mine)
+        own = [free.pop() for _ in range(need)]
+        table[request, :need] = torch.tensor(own)
         for cache in caches:
             content = random(length, shape.kv_heads, cache.shape[-1])
             padded = torch.cat([content, content.new_zeros(need * size - length, *content.shape[1:])])
-            cache[mine] = padded.unflatten(0, (need, size))
+            cache[own] = padded.unflatten(0, (need, size))
     starts = torch.tensor([0, *(q_lens or [1] * batch)]).cumsum(0).int()
     tokens = int(starts[-1]) + spare_rows
     around = zeros(tokens + 2, shape.heads, shape.value_dim)
@@ -276,8 +276,8 @@ def dirty_memory(fill: float) -> Iterator[None]:
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         # Compiled code allocates where this cannot reach: what the allocator hands out next is dirty.
-        held = [torch.full((2**size // 4,), fill, device="cuda") for size in range(9, 26) for _ in range(4)]
-        del held
+        blocks = [torch.full((2**size // 4,), fill, device="cuda") for size in range(9, 26) for _ in range(4)]
+        del blocks
     compiled = "torch._dynamo" in sys.modules
     makers: dict[str, Any] = {
         name: filled(getattr(torch, name)) for name in ("empty", "empty_like", "empty_strided")

@@ -84,6 +84,6 @@ def other_bits(what: str, got: torch.Tensor, want: torch.Tensor) -> str | None:
     'untouched rows: 2 of 4 bytes differ'
     """
     require(got.shape == want.shape, "got", f"the shape {tuple(want.shape)}", tuple(got.shape))
-    mine, theirs = (x.contiguous().view(torch.uint8) for x in (got, want))
-    differ = int((mine != theirs).sum())
-    return f"{what}: {differ} of {theirs.numel()} bytes differ" if differ else None
+    got_bytes, want_bytes = (x.contiguous().view(torch.uint8) for x in (got, want))
+    differ = int((got_bytes != want_bytes).sum())
+    return f"{what}: {differ} of {want_bytes.numel()} bytes differ" if differ else None

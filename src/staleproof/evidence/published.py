@@ -100,8 +100,8 @@ class PublishedBlocks:
         """
         bare = []
         for block, key, owner, tokens in self._pending:
-            stands = key_of is None or key_of(block) == key
-            if stands and computed.get(owner, 0) < tokens:
+            unchanged = key_of is None or key_of(block) == key
+            if unchanged and computed.get(owner, 0) < tokens:
                 self._unwritten[block] = key, owner
                 bare.append(block)
         self._pending.clear()

@@ -111,10 +111,10 @@ class DecodeWorkspace:
             if buffer is None or buffer.shape[0] < rows:
                 device, lane, dtype, heads, rank = key
                 if self.locked:
-                    held = "none" if buffer is None else f"{buffer.shape[0]} rows"
+                    largest = "none" if buffer is None else f"{buffer.shape[0]} rows"
                     raise WorkspaceLocked(
                         f"decode workspace is locked: shape {sizes} ({dtype}, {device}, micro-batch "
-                        f"{lane}) needs {rows} rows of ({heads}, {rank}), held {held}; warm up with "
+                        f"{lane}) needs {rows} rows of ({heads}, {rank}), held {largest}; warm up with "
                         "the largest batch before lock()"
                     )
                 buffer = torch.empty(rows, heads, rank, dtype=dtype, device=device)

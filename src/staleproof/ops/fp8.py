@@ -181,8 +181,8 @@ def _launch(
     if rows * block <= WHOLE:
         numbers = live_count, rows, hidden, x.stride(0), SMALLEST_SCALE
         of_whole = (*numbers, kind, WHOLE // block, block, _by_bits(x), saturate_nan)
-        held = x, decides, x_fp8.view(torch.uint8), scale
-        whole = launched(_whole_kernel, (1,), held, of_whole, num_warps=WHOLE_WARPS)
+        operands = x, decides, x_fp8.view(torch.uint8), scale
+        whole = launched(_whole_kernel, (1,), operands, of_whole, num_warps=WHOLE_WARPS)
         return None if whole is None else (None, whole, 1)
     block = min(4096, block)
     tiles = rows * triton.cdiv(hidden, block)

@@ -33,8 +33,8 @@ def _kernels(answers: Iterable[Answer]) -> dict[str, dict[str, Answer]]:
 def _clauses(answers: Iterable[Answer]) -> list[str]:
     from staleproof.contract.contract import CLAUSES
 
-    asked = {one.clause for one in answers if not one.unasked}
-    return [clause for clause in CLAUSES if clause in asked]
+    present = {one.clause for one in answers if not one.unasked}
+    return [clause for clause in CLAUSES if clause in present]
 
 
 def cells(answers: Sequence[Answer]) -> tuple[list[str], list[list[str]]]:
@@ -68,9 +68,9 @@ def print_table(answers: Sequence[Answer]) -> None:
         # Note -> clauses -> kernels.
         notes: dict[str, dict[str, list[str]]] = {}
         for kernel, found in kernels.items():
-            mine = {clause: one.note for clause, one in found.items() if one.verdict == verdict and one.note}
-            for note in dict.fromkeys(mine.values()):
-                same = " ".join(clause for clause, other in mine.items() if other == note)
+            shown = {clause: one.note for clause, one in found.items() if one.verdict == verdict and one.note}
+            for note in dict.fromkeys(shown.values()):
+                same = " ".join(clause for clause, other in shown.items() if other == note)
                 notes.setdefault(note, {}).setdefault(same, []).append(kernel)
         for note, groups in notes.items():
             # The names of all kernels say nothing.

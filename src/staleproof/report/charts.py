@@ -44,12 +44,12 @@ def _span(values: Sequence[float], say: Callable[[float], str] = _number) -> str
     return low if low == high else f"{low} to {high}"
 
 
-def conclusion(rows: Sequence[Mapping[str, Any]], says: str, *, ours: str, peer: str) -> str:
+def conclusion(rows: Sequence[Mapping[str, Any]], sentence: str, *, ours: str, peer: str) -> str:
     """Fill a sentence with the recorded times of two providers, over the cases that both were timed in.
 
     Args:
         rows: lines of ``measurements.jsonl`` of one kernel, mode and machine.
-        says: the sentence. ``{ours}`` and ``{peer}`` become times, ``{times}`` how many times as long the
+        sentence: ``{ours}`` and ``{peer}`` become times, ``{times}`` how many times as long the
             peer takes, ``{more}`` by how many percent ours is longer.
         ours: provider.
         peer: provider that ours is compared with.
@@ -65,11 +65,11 @@ def conclusion(rows: Sequence[Mapping[str, Any]], says: str, *, ours: str, peer:
     p50 = {(row["provider"], row["x_value"]): float(row["p50"]) for row in rows}
     cases = [x for name, x in p50 if name == ours and (peer, x) in p50]
     require(bool(cases), "rows", f"a case with {ours} and {peer}", sorted({name for name, _ in p50}))
-    mine, other = ([p50[name, x] for x in cases] for name in (ours, peer))
+    own, other = ([p50[name, x] for x in cases] for name in (ours, peer))
     unit = rows[0]["unit"]
-    ratios = [b / a for a, b in zip(mine, other, strict=True)]
-    return says.format(
-        ours=f"{_span(mine)} {unit}",
+    ratios = [b / a for a, b in zip(own, other, strict=True)]
+    return sentence.format(
+        ours=f"{_span(own)} {unit}",
         peer=f"{_span(other)} {unit}",
         times=_span(ratios),
         more=_span([1 / r - 1 for r in ratios], "{:+.1%}".format),
@@ -95,12 +95,12 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
     lines: list[Mapping[str, Any] | None] = []
     labels: list[str] = []
     for x in sorted({row["x_value"] for row in rows}):
-        mine = sorted(
+        own = sorted(
             (row for row in rows if row["x_value"] == x),
             key=lambda row: (row["provider"] != ours, _is_reference(row["provider"]), row["p50"]),
         )
-        lines += [None, *mine]
-        labels += [f"{first['x_name']} {x}", *(f"{provider_name(row['provider'])}  " for row in mine)]
+        lines += [None, *own]
+        labels += [f"{first['x_name']} {x}", *(f"{provider_name(row['provider'])}  " for row in own)]
     fig = Figure(figsize=(7.4, 1.1 + 0.21 * len(lines)), layout="constrained")
     ax = fig.subplots()
     for y, row in enumerate(lines):
@@ -123,8 +123,8 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
             ax=ax,
             **({"markerfacecolor": "none"} if reference else {}),
         )
-        said = f"{_number(row['p50'])} {row['unit']}"
-        ax.annotate(said, (row["p80"], y), (7, 0), textcoords="offset points", va="center")
+        text = f"{_number(row['p50'])} {row['unit']}"
+        ax.annotate(text, (row["p80"], y), (7, 0), textcoords="offset points", va="center")
     ax.set(xscale="log", ylim=(len(lines) - 0.4, -0.8))
     low, high = min(row["p20"] for row in rows), max(row["p80"] for row in rows)
     ax.set_xlim(low * 0.8, high * max(1.6, (high / low) ** 0.22))
@@ -141,13 +141,13 @@ def times(rows: Sequence[Mapping[str, Any]], ours: str = "staleproof") -> Figure
     return fig
 
 
-def timed(kernel: str, mode: str, says: str, *, peer: str, ours: str = "staleproof") -> None:
+def timed(kernel: str, mode: str, sentence: str, *, peer: str, ours: str = "staleproof") -> None:
     """Show the newest recorded times of one kernel: a sentence, and a chart of all providers.
 
     Args:
         kernel: as in ``measurements.jsonl``.
         mode: as there; the other modes are in the file.
-        says: see :func:`conclusion`.
+        sentence: see :func:`conclusion`.
         peer: provider that ours is compared with in the sentence.
         ours: our provider.
     """
@@ -155,10 +155,10 @@ def timed(kernel: str, mode: str, says: str, *, peer: str, ours: str = "stalepro
     for run in sorted(runs, key=lambda run: run.date, reverse=True):
         rows = [r for r in run.measurements if r["kernel"] == kernel and r["mode"] == mode]
         if {ours, peer} <= {r["provider"] for r in rows}:
-            said, shown = conclusion(rows, says, ours=ours, peer=peer), run.only(rows=rows)
-            print(f"RECORDED {shown.title}: {said}")
+            text, shown = conclusion(rows, sentence, ours=ours, peer=peer), run.only(rows=rows)
+            print(f"RECORDED {shown.title}: {text}")
             unit = rows[0]["unit"]
             caption = f"RECORDED {shown.machine}, {shown.date}: one mark a provider, {unit} a call; {mode}"
-            plots.picture(times(rows, ours), f"Times of {kernel}: {said}.", caption)
+            plots.picture(times(rows, ours), f"Times of {kernel}: {text}.", caption)
             return
     print(f"no recorded timing of {kernel} ({mode}): staleproof record on a GPU machine makes one")

@@ -89,9 +89,9 @@ def life(block: BlockLife) -> Figure:
         words = span.what if span.request is None else f"{span.what}\nrequest {span.request}"
         who.text(span.begin + width / 2, 1.12, words, ha="center", va="bottom", fontsize=FONT - 1)
         if span.what == "keys and values":
-            mine = [(step, n) for step, n in block.filled if span.begin <= step < span.end]
+            own = [(step, n) for step, n in block.filled if span.begin <= step < span.end]
             # Two outlines along the same stairs, so that neither is drawn over the other.
-            stairs = [(step, n) for step, n in mine for step in (step, step + 1)] + [(span.end, mine[-1][1])]
+            stairs = [(step, n) for step, n in own for step in (step, step + 1)] + [(span.end, own[-1][1])]
             for state, edge in (("this step", 0), ("never written", block.block_size)):
                 outline = [(span.begin, edge), *stairs, (span.end, edge)]
                 filled.add_patch(plots.two_layers(Polygon)(outline, **plots.look(state)))
@@ -99,11 +99,11 @@ def life(block: BlockLife) -> Figure:
     who.set_yticks([0.5], [f"block {block.block}"])
     filled.set(xlim=(begin, end), ylim=(0, block.block_size), xlabel="step of the run")
     filled.set_ylabel(f"positions, of {block.block_size}")
-    told = {
+    labels = {
         "this step": "holds the owner's key and value",
         "never written": "still holds what was there before",
     }
-    handles = [plots.patch(state, label=f"position {words}") for state, words in told.items()]
+    handles = [plots.patch(state, label=f"position {words}") for state, words in labels.items()]
     plots.legend(fig, handles, "outside lower left")
     return fig
 
@@ -122,13 +122,13 @@ def tile(picture: TilePicture) -> Figure:
         written = picture.written[first : first + 4]
         colour = colours(row / 127)
         ax.add_patch(Rectangle((x, y), 4, 1, facecolor=colour, edgecolor=INK, linewidth=0.4))
-        mine = sum(written)
+        own = sum(written)
         # The columns that the quantiser wrote are the first ones.
-        if mine < 4:
+        if own < 4:
             left: dict[str, Any] = {"facecolor": (1, 1, 1, 0.45), "edgecolor": INK, "hatch": "//"}
-            ax.add_patch(square((x + mine, y), 4 - mine, 1, linewidth=0.4, **left))
+            ax.add_patch(square((x + own, y), 4 - own, 1, linewidth=0.4, **left))
         weight = "bold" if all(written) else "normal"
-        ground = colour if mine == 4 else (1, 1, 1)
+        ground = colour if own == 4 else (1, 1, 1)
         plots.word(ax, x + 2, y + 0.5, f"row {row}", ground, fontsize=FONT - 1, fontweight=weight)
     ax.set(xlim=(0, 16), ylim=(32, 0))
     ax.set_xticks([0.5, 3.5, 4.5, 7.5, 8.5, 11.5, 12.5, 15.5], ["0", "3", "4", "7", "8", "11", "12", "15"])

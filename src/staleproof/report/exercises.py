@@ -101,8 +101,8 @@ class Exercises:
             print(f"exercise {number}: no answer yet; put {exercise.form} in place of the dots")
             return Printed(False)
         fault = exercise.fault(answer)
-        said = "right" if fault is None else f"not yet: {fault}. {exercise.look}"
-        print(f"exercise {number}: {said}")
+        result = "right" if fault is None else f"not yet: {fault}. {exercise.look}"
+        print(f"exercise {number}: {result}")
         return Printed(fault is None)
 
 

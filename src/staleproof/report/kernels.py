@@ -55,8 +55,8 @@ class _Kernel:
 def _path() -> list[str]:
     """Where a new interpreter looks for modules, which is not where a program's or pytest's does."""
     command = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.path))"]
-    said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return [*filter(None, said)]
+    reply = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return [*filter(None, reply)]
 
 
 def _launch(command: Sequence[str], *, cwd: str, env: Mapping[str, str], **given: Any) -> Any:

@@ -292,9 +292,9 @@ def svg(fig: Figure, alt: str = "", caption: str = "") -> SVG:
     with mpl.rc_context(style):
         title = {"Title": alt} if alt else {}
         fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None, **title})
-    told = {name: words for name, words in (("alt", alt), ("caption", caption)) if words}
+    about = {name: words for name, words in (("alt", alt), ("caption", caption)) if words}
     picture = text.getvalue().replace("<svg ", '<svg role="img" ', 1)
-    return SVG(picture, metadata=told or None)
+    return SVG(picture, metadata=about or None)
 
 
 def picture(fig: Figure, alt: str, caption: str) -> None:

@@ -287,8 +287,8 @@ def recorded_answers(incident: str, *questions: str, variants: str | Sequence[st
     texts = (variants,) if isinstance(variants, str) else tuple(variants)
     shown = False
     for run in store.read_all(on_error=_not_shown):
-        mine = [f for f in run.findings if f.incident == incident and f.question in questions]
-        found = [f for f in mine if any(text in f.variant for text in texts)]
+        own = [f for f in run.findings if f.incident == incident and f.question in questions]
+        found = [f for f in own if any(text in f.variant for text in texts)]
         if not found:
             continue
         shown = True

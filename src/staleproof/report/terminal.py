@@ -136,10 +136,10 @@ def print_verdicts(findings: Sequence[Finding], runs: Sequence[Run], verbose: bo
     say(conclusion.text(findings, wide, hint=verbose is not None))
     incidents = {found.incident for found in findings}
     for run in runs:
-        mine = [f for f in run.findings if f.incident in incidents]
-        beside = store.compare(findings, mine)
+        own = [f for f in run.findings if f.incident in incidents]
+        beside = store.compare(findings, own)
         if beside.match or beside.mismatch:
-            say(f"RECORDED  {run.only(mine).title}\n          {beside.summary}")
+            say(f"RECORDED  {run.only(own).title}\n          {beside.summary}")
     if not verbose:
         return
     say()

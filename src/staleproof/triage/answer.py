@@ -143,7 +143,7 @@ def _parts(facts: Facts, found: Sequence[Judgement], verbose: bool) -> Iterator[
     """The answer's parts: how a line begins, and its text."""
     names = ["symptom", *(name for name in (*ASK, *facts.known) if name in facts.known), "model", "setup"]
     known = [
-        said for name in dict.fromkeys(names) if not (said := described(facts, name)).endswith(f"{name} ")
+        line for name in dict.fromkeys(names) if not (line := described(facts, name)).endswith(f"{name} ")
     ]
     yield "known: ", "; ".join(known) or "nothing"
     for name, tried in (("helped: ", facts.helped), ("did not help: ", facts.failed)):

@@ -19,7 +19,7 @@ ASK: Mapping[str, str] = terms("ask")
 MODEL = "mla", "moe", "hybrid"
 SETUP: Mapping[str, str] = terms("setup")
 # Those that vLLM's options say, so that they are known to be off where the options are known.
-OPTIONAL = {said.removeprefix("with ") for key, said in terms("options").items() if key.islower()} & {*SETUP}
+OPTIONAL = {on.removeprefix("with ") for key, on in terms("options").items() if key.islower()} & {*SETUP}
 SCALED = {"fp8-tensor", "fp8-block"}
 
 
@@ -126,13 +126,13 @@ class Facts:
         if name == "parallel" and re.fullmatch(r"none|no|tp\d*", word.lower()):
             found = dict.fromkeys(("dp", "ep", "dcp", "pp"), False)
         if not found:
-            asked = ", ".join((*MODEL, "dense") if name == "model" else SETUP)
+            choices = ", ".join((*MODEL, "dense") if name == "model" else SETUP)
             self.notes.append(
-                f"{origin}: {word} is no word for {name} that we know (or say {asked}); answered without it"
+                f"{origin}: {word} is no word for {name} that we know (or say {choices}); answered without it"
             )
         for trait, there in found.items():
             self.trait(trait, there, origin)
-        quants = [said for pattern, said in terms("quants") if re.search(pattern, word.lower())]
+        quants = [value for pattern, value in terms("quants") if re.search(pattern, word.lower())]
         if name == "model" and quants and (quants[0] != "none" or "quant" not in self.known):
             self.known["quant"], self.origin["quant"] = quants[0], f"known of {word.rpartition('/')[2]}"
 
@@ -249,14 +249,14 @@ def family(text: str) -> tuple[str, dict[str, bool]]:
     >>> family("nan from kimi k2 instruct")
     ('kimi k2', {'mla': True, 'moe': True, 'hybrid': False, 'gpt-oss': False})
     """
-    for pattern, said in terms("models"):
+    for pattern, value in terms("models"):
         if found := re.search(rf"(?<![a-z])(?:{pattern})", text):
-            return found[0], {**_traits(said), "gpt-oss": "gpt-oss" in said}
+            return found[0], {**_traits(value), "gpt-oss": "gpt-oss" in value}
     return "", {}
 
 
-def _traits(said: str) -> dict[str, bool]:
-    return {word.removeprefix("no-"): not word.startswith("no-") for word in said.split()}
+def _traits(value: str) -> dict[str, bool]:
+    return {word.removeprefix("no-"): not word.startswith("no-") for word in value.split()}
 
 
 def _named(word: str) -> dict[str, bool]:

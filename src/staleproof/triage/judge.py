@@ -66,7 +66,7 @@ class Judgement:
 
     def rank(self, symptoms: Sequence[str]) -> tuple[Any, ...]:
         """Sort key, best first: status, signs, symptoms, then what fits, was reported and is unknown."""
-        seen = sum(symptom in symptoms for symptom in self.row.symptoms)
+        shared = sum(symptom in symptoms for symptom in self.row.symptoms)
         first = self.row.symptoms[0] not in symptoms
         fits, reported = -len(self.because), -len(self.reported)
         # Every MoE has a router, and not every MoE is a hybrid.
@@ -74,7 +74,7 @@ class Judgement:
         unknown = sum(name in ("symptom", "version", *self.row.needs) for name in self.unknown)
         grade = GRADES.index(self.row.grade)
         rest = (reported, unknown, fits) if self.unknown else (fits, reported, unknown)
-        return ORDER.index(self.status), -len(self.signs), -seen, first, common, *rest, grade
+        return ORDER.index(self.status), -len(self.signs), -shared, first, common, *rest, grade
 
     def question(self, name: str) -> str:
         """An unknown fact by its option, with what this row needs of it.
@@ -153,9 +153,9 @@ def judge(row: Row, facts: Facts) -> Judgement:
     return Judgement(row, status, because, unknown, against, measured, signs, hints, needed)
 
 
-def _of(said: Mapping[str, Mapping[str, str]], facts: Facts) -> list[str]:
+def _of(texts: Mapping[str, Mapping[str, str]], facts: Facts) -> list[str]:
     """The texts that belong to known facts."""
-    return [text for name, by in said.items() for word, text in by.items() if facts.known.get(name) == word]
+    return [text for name, by in texts.items() for word, text in by.items() if facts.known.get(name) == word]
 
 
 def _needed(row: Row, facts: Facts) -> list[str]:
@@ -208,14 +208,14 @@ def elsewhere(facts: Facts) -> list[str]:
     return sure or [f"{text}, if that is your case" for _, text in found]
 
 
-def deciding(facts: Facts, found: Sequence[Judgement], asked: Sequence[str] = ()) -> list[str]:
+def deciding(facts: Facts, found: Sequence[Judgement], skip: Sequence[str] = ()) -> list[str]:
     """The unknown facts that would decide most, best first: those that the rows still open lack.
 
     >>> deciding(Facts(), judge_all(Facts()))[:2]
     ['symptom', 'version']
     """
     open_rows = [one for one in found if one.status == OPEN]
-    wanted = [name for one in open_rows for name in one.unknown if name not in asked]
+    wanted = [name for one in open_rows for name in one.unknown if name not in skip]
     # A release that is named and not in the table cannot be asked for.
     names = [name for name in dict.fromkeys(wanted) if not (name == "version" and name in facts.known)]
     first = {"symptom": -2, "version": -1}

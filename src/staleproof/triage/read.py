@@ -77,15 +77,15 @@ def log(facts: Facts, text: str) -> None:
             for key, value in PAIR.findall(line):
                 if key not in ("model", "model_tag"):
                     # What was asked for scales a tensor; what a checkpoint has may be otherwise.
-                    asked = key == "quantization" and "non-default" in line and value == "'fp8'"
-                    option(facts, key, "fp8-tensor" if asked else value, at)
+                    is_fp8_option = key == "quantization" and "non-default" in line and value == "'fp8'"
+                    option(facts, key, "fp8-tensor" if is_fp8_option else value, at)
         _line(facts, line, at)
         if COMMAND.search(line):
             command(facts, _joined(text[place : place + 10_000]), at)
-        seen = [name for name, entry in table.symptoms().items() if re.search(entry.get("log", "(?!)"), line)]
-        if seen and not symptom:
+        hits = [name for name, entry in table.symptoms().items() if re.search(entry.get("log", "(?!)"), line)]
+        if hits and not symptom:
             symptom = number
-            facts.add_symptom(seen[0], at)
+            facts.add_symptom(hits[0], at)
             if number >= ready:
                 facts.learn("phase", "serving", at)
         for word, entry in _others().items():
@@ -105,13 +105,13 @@ def _line(facts: Facts, line: str, at: str) -> None:
         for found in backend.finditer(line) if name != "backend" or "MoE" not in line else ():
             facts.learn(name, word or found[1], at)
             low = found[0].lower()
-            quants = [says for text, says in QUANTS.items() if text in low] + ["none"] * (
+            quants = [quant for text, quant in QUANTS.items() if text in low] + ["none"] * (
                 "unquantized" in low
             )
             if name == "moe_backend" and quants:
                 facts.learn("quant", quants[0], at)
-    if said := IN_PLACE.search(line):
-        facts.in_place = tuple(said[1].replace(" ", "").split(","))
+    if match := IN_PLACE.search(line):
+        facts.in_place = tuple(match[1].replace(" ", "").split(","))
 
 
 @cache
@@ -307,8 +307,8 @@ def words(facts: Facts, text: str, at: str = "your words") -> None:
                 f"{at}: does the server run with {', '.join(tried)}, or did it help? see --helped"
             )
         for fact, pattern, word in terms("words"):
-            if fact not in taken and (said := re.search(pattern, clause)):
-                facts.learn(fact, word or re.sub(r"\s", "_", said[1]), at)
+            if fact not in taken and (match := re.search(pattern, clause)):
+                facts.learn(fact, word or re.sub(r"\s", "_", match[1]), at)
                 # The first pattern says most; of the set-up several may be there.
                 taken |= {fact} - {"with", "parallel"}
     if numbers:
@@ -331,8 +331,8 @@ def symptoms(low: str) -> dict[str, str]:
     text = DENIED.sub(" ", low)
     found = {}
     for name, entry in table.symptoms().items():
-        if seen := re.search(rf"(?<![a-z0-9])(?:{entry['words']})", text):
-            found[name] = seen[0]
+        if hits := re.search(rf"(?<![a-z0-9])(?:{entry['words']})", text):
+            found[name] = hits[0]
     if "leak" in found and "cuda" not in low:
         found.pop("oom", None)
     return found

@@ -39,7 +39,7 @@ class Count:
 
     Attributes:
         tensor: (1,) int32.
-        said: the value last written to it; the device may not have executed that write yet.
+        written: the value last written to it; the device may not have executed that write yet.
     """
 
     def __init__(self, device: Any) -> None:
@@ -48,12 +48,12 @@ class Count:
         # No inference tensor: those refuse a write outside of inference mode.
         with torch.inference_mode(False):
             self.tensor = torch.full((1,), ALL, dtype=torch.int32, device=device)
-        self.said = ALL
+        self.written = ALL
 
     def say(self, tokens: int) -> None:
-        if tokens != self.said:
+        if tokens != self.written:
             self.tensor.fill_(tokens)
-            self.said = tokens
+            self.written = tokens
 
 
 @functools.cache

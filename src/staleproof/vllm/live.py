@@ -86,18 +86,18 @@ _here: list[Here] = []
 _thread: list[threading.Thread] = []
 
 
-def enter(here: Here, asked: bool) -> bool:
+def enter(here: Here, reports: bool) -> bool:
     """Take part in the server's truth.
 
     Args:
         here: this process.
-        asked: whether the server has a port that reports its state. If not, no folder is made.
+        reports: whether the server has a port that reports its state. If not, no folder is made.
 
     Returns:
         Whether this is the first process of a server with such a port.
     """
     _here[:] = [here]
-    first = asked and not Path(os.environ.get(FOLDER) or "/nowhere").is_dir()
+    first = reports and not Path(os.environ.get(FOLDER) or "/nowhere").is_dir()
     if first:
         os.environ[FOLDER] = folder = tempfile.mkdtemp(prefix="staleproof-")
         # Unlike atexit also at the end of a child of multiprocessing.

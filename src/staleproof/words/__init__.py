@@ -22,7 +22,8 @@ from staleproof.words.model import INSTALL as INSTALL
 from staleproof.words.model import load, unavailable_reason
 from staleproof.words.server import Kernel, Served, Server
 
-__all__ = ["OTHER", "PROMPTS", "RIGHT", "Served", "Server", "judged", "load", "serve", "unavailable_reason"]
+__all__ = ["OTHER", "PROMPTS", "RIGHT", "Served", "Server", "judged", "load", "needs_model", "serve"]
+__all__ += ["unavailable_reason"]
 # Verdicts of :func:`judged`. The third is "n of m dead".
 RIGHT, OTHER = "right words", "other words"
 PROMPTS = (
@@ -92,6 +93,11 @@ def serve(
             dtype=torch.float32 if model.device == "cpu" else torch.bfloat16,
         )
         return server.serve(prompts, tokens)
+
+
+def needs_model(subject: object, device: str) -> str | None:
+    """``needs`` of a question that asks the model: why it is not here, or ``None``."""
+    return unavailable_reason()
 
 
 def judged(served: Served, clean: Served | None) -> Answer:

@@ -96,12 +96,12 @@ def memory_of(factor: float) -> Memory:
     """
     generator: dict[torch.device, torch.Generator] = {}
 
-    def fill(held: torch.Tensor) -> None:
+    def fill(memory: torch.Tensor) -> None:
         if factor == 0 or factor != factor:
-            held.fill_(factor)
+            memory.fill_(factor)
             return
-        if held.device not in generator:
-            generator[held.device] = torch.Generator(held.device).manual_seed(0)
-        held.normal_(0, factor, generator=generator[held.device])
+        if memory.device not in generator:
+            generator[memory.device] = torch.Generator(memory.device).manual_seed(0)
+        memory.normal_(0, factor, generator=generator[memory.device])
 
     return fill

@@ -1,7 +1,5 @@
 """The simulated device counts bytes as torch's caching allocator does."""
 
-import itertools
-import operator
 import random
 import subprocess
 import sys
@@ -9,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from staleproof.evidence.ledger import AllocationLedger
 from staleproof.incidents.decode_buffer import allocator
 from staleproof.incidents.decode_buffer.allocator import GIB, MIB, SimulatedAllocator, SimulatedMemory
 
@@ -18,14 +15,10 @@ from staleproof.incidents.decode_buffer.allocator import GIB, MIB, SimulatedAllo
     ("nbytes", "allocated", "reserved"),
     [
         (1, 512, 2 * MIB),
-        (513, 1024, 2 * MIB),
-        (MIB, MIB, 2 * MIB),
         (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB, 10 * MIB, 10 * MIB),
         # What is left over is at most 1 MiB, and so it is not split off.
         (11 * MIB, 12 * MIB, 12 * MIB),
-        (11 * MIB + 1, 12 * MIB, 12 * MIB),
         (256 * MIB, 256 * MIB, 256 * MIB),
     ],
 )
@@ -37,29 +30,6 @@ def test_request_of_each_size_takes_what_torch_takes(nbytes, allocated, reserved
     assert (device.allocated, device.reserved) == (0, reserved)
     device.empty_cache()
     assert device.reserved == 0
-
-
-def test_freed_neighbours_hold_a_larger_request():
-    device = SimulatedAllocator(GIB)
-    blocks = [device.malloc(4 * MIB) for _ in range(5)]
-    assert device.reserved == 20 * MIB
-    for block in (blocks[1], blocks[3], blocks[2]):
-        device.free(block)
-    # Three joined neighbours hold what none of them alone could.
-    whole = device.malloc(12 * MIB)
-    assert (whole.segment, device.reserved) == (blocks[0].segment, 20 * MIB)
-    device.free(whole)
-    device.free(blocks[0])
-    device.malloc(30 * MIB)
-    assert device.malloc(2 * MIB).segment is blocks[4].segment
-
-
-def test_request_takes_the_smallest_block_that_fits():
-    device = SimulatedAllocator(GIB)
-    blocks = [device.malloc(4 * MIB) for _ in range(5)]
-    for freed in (blocks[0], blocks[1], blocks[3]):
-        device.free(freed)
-    assert device.malloc(4 * MIB).offset == 3 * 4 * MIB
 
 
 def test_full_device_gives_back_empty_segments_but_no_private_pool():
@@ -74,16 +44,6 @@ def test_full_device_gives_back_empty_segments_but_no_private_pool():
     assert device.usage() == (60 * MIB, 60 * MIB, 0, 0)
     with pytest.raises(torch.OutOfMemoryError):
         device.malloc(50 * MIB)
-
-
-def test_block_in_use_keeps_its_whole_segment():
-    device = SimulatedAllocator(100 * MIB)
-    large = device.malloc(40 * MIB)
-    device.free(large)
-    device.malloc(16 * MIB)
-    assert device.reserved == 40 * MIB
-    device.empty_cache()
-    assert (device.reserved, device.usage().releasable) == (40 * MIB, 0)
 
 
 def test_error_has_the_fields_of_torchs_error():
@@ -164,32 +124,3 @@ def test_dead_storage_gives_its_block_back():
         assert simulated.usage().allocated == 3 * MIB
         del view
     assert simulated.usage().allocated == 0
-
-
-def test_arithmetic_on_meta_tensors_has_torchs_shape_and_type():
-    """Also beside numbers that are equal, of which torch makes other types."""
-    simulated = SimulatedMemory(GIB)
-    numbers = [torch.ones(2, 3, 4, dtype=dtype) for dtype in (torch.int32, torch.bfloat16, torch.bool)]
-    others = [1, 1.0, True, torch.ones(3, 1), torch.ones(4, dtype=torch.uint8)]
-    for x, other, do in itertools.product(numbers, others * 2, (operator.add, operator.mul, operator.gt)):
-        want = do(x, other)
-        with simulated:
-            there = [one.to("meta") if isinstance(one, torch.Tensor) else one for one in (x, other)]
-            before, made = simulated.usage().allocated, do(*there)
-            # A tensor of its own, each time.
-            assert simulated.usage().allocated == before + 512
-        assert (made.shape, made.dtype) == (want.shape, want.dtype)
-        del made, there
-        assert simulated.usage().allocated == 0
-
-
-def test_ledger_names_the_line_that_allocated():
-    simulated, model = SimulatedMemory(GIB), torch.nn.Module()
-    ledger = AllocationLedger(model, usage=simulated.usage)
-    for _ in range(2):
-        with ledger.phase("serve"), simulated:
-            model.kept = torch.empty(MIB, device="meta")
-            model.sum = model.kept + 1
-    owners = {owner.name: (owner.bytes, owner.source.partition(":")[0]) for owner in ledger.read().owners}
-    here = 4 * MIB, "decode_buffer/test_allocator.py"
-    assert owners == {"kept": here, "sum": here}

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from staleproof.evidence.ledger import Usage
 from staleproof.incidents.decode_buffer.allocator import GIB, MIB, SimulatedMemory
 from staleproof.incidents.decode_buffer.model import ServerConfig, decode_out_bytes, kv_cache_bytes
-from staleproof.incidents.decode_buffer.scene import LIVES, Outcome, Server
+from staleproof.incidents.decode_buffer.scene import Server
 
 TINY = ServerConfig(total_bytes=GIB, layers=3, batch=8, tokens=32, heads=2, rank=32, weight_bytes=64 * MIB)
 
@@ -40,8 +39,3 @@ def test_profile_that_leaves_no_kv_cache_is_refused():
     config = replace(TINY, total_bytes=84 * MIB)
     with pytest.raises(ValueError, match=r"utilisation x total of more than weights 64\.00 MiB"):
         Server(config, SimulatedMemory(config.total_bytes)).start()
-
-
-def test_bytes_that_decoding_took_exclude_what_the_allocator_can_give_back():
-    usages = {"kv_cache": Usage(100, 80, 50, 10), "warm_up": Usage(200, 150, 90, 30)}
-    assert Outcome(LIVES, None, None, 0, 0, 0, usages).taken_bytes() == (200 - 30) - (100 - 10)

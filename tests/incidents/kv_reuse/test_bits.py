@@ -30,7 +30,7 @@ def test_the_table_agrees_to_sampling_error():
                 assert abs(share - p) <= slack, (source, dtype, share, p)
 
 
-@pytest.mark.parametrize(("dtype", "share"), [("e4m3", 0.0), ("e5m2", 2 / 2**8), ("fp16", 2 / 2**16)])
+@pytest.mark.parametrize(("dtype", "share"), [("e4m3", 0.0), ("e5m2", 2 / 2**8)])
 def test_infinities_of_both_signs_are_counted_where_a_dtype_has_them(dtype, share):
     counted = nan_share("random bytes", dtype).infinite
     assert abs(counted - share) <= 5 * np.sqrt(share / SAMPLES)

@@ -71,8 +71,10 @@ def test_a_zeroer_of_other_blocks_is_wrong(monkeypatch, device, submit):
         assert [f.verdict for f in incident.ask(OFF_ON_OFF, FIX)] == [WRONG]
 
 
-@pytest.mark.parametrize("pick", [broken.freed, broken.both, broken.hits_too])
-@pytest.mark.parametrize("wanted", [broken.freed, broken.both])
+@pytest.mark.parametrize(
+    ("pick", "wanted"),
+    [(broken.freed, broken.freed), (broken.freed, broken.both), (broken.hits_too, broken.both)],
+)
 def test_a_remedy_is_compared_with_the_blocks_that_it_must_zero(pick, wanted):
     scene = brief("cpu", prefix_caching=True, prefix=32, longest=60, shortest=34)
     found = correct.wrong_bytes(scene, partial(broken.Fill, pick=pick), wanted)

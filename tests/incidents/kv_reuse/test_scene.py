@@ -49,8 +49,7 @@ def test_the_first_attention_layer_heals_and_what_was_written_back_does_not(devi
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "shown"),
-    [("101", "011", 7), ("100", "101", 8), ("010", "100", 7), ("111", "001", 8), ("111", "010", 7)],
+    ("first", "second", "shown"), [("100", "101", 8), ("010", "100", 7), ("111", "001", 8)]
 )
 def test_the_history_is_of_a_request_that_is_finite_again_in_its_last_step(monkeypatch, first, second, shown):
     columns = [[flag == "1" for flag in flags] for flags in (first, second)]

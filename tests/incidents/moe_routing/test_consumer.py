@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from staleproof.incidents.moe_routing import consumer
-from staleproof.incidents.moe_routing.batch import RIGHT, Batch, make_ids
 from staleproof.incidents.moe_routing.consumer import CANARY
 
 
@@ -41,13 +40,9 @@ def brute_force(ids: torch.Tensor, experts: int, one_block: bool) -> tuple[list[
     [
         (1, 1, 1, True),
         (256, 8, 254, True),
-        (256, 8, 255, False),
-        (128, 8, 510, True),
-        (129, 8, 510, False),
         (128, 6, 128, True),
         (257, 8, 128, False),
         (4, 10, 128, False),
-        (4, 3, 128, False),
         (4, 8, 511, False),
     ],
 )
@@ -57,10 +52,9 @@ def test_which_builder_is_taken(tokens, top_k, experts, expected):
     assert built.one_block is expected
 
 
-@pytest.mark.parametrize("one_block", [True, False])
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "experts", "dtype"),
-    [(5, 3, 7, torch.int32), (37, 10, 40, torch.int64), (260, 2, 17, torch.int32)],
+    ("one_block", "tokens", "top_k", "experts", "dtype"),
+    [(True, 5, 3, 7, torch.int32), (False, 37, 10, 40, torch.int64), (False, 260, 2, 17, torch.int32)],
 )
 def test_the_map_is_the_one_of_a_search_slot_by_slot(device, one_block, tokens, top_k, experts, dtype):
     ids = mixed_ids(tokens, top_k, experts, dtype).to(device)
@@ -71,15 +65,6 @@ def test_the_map_is_the_one_of_a_search_slot_by_slot(device, one_block, tokens, 
     written = [(row, slot) for slot, row in enumerate(row_of_slot) if row != CANARY]
     slot_of_row = [slot for _, slot in sorted(written)]
     assert built.slot_of_row.tolist() == slot_of_row + [CANARY] * (ids.numel() - len(written))
-
-
-def test_unwritten_entries_are_what_the_memory_contained(device):
-    ids = torch.tensor([[3, 3], [1, 2], [9, 1]], dtype=torch.int32, device=device)
-    before = torch.arange(100, 106, dtype=torch.int32, device=device)
-    built = consumer.build_map(ids, 4, before=before, one_block=False)
-    # Slot 1 of token 0 repeats expert 3; slot 0 of token 2 has no expert.
-    assert built.row_of_slot.tolist() == [3, 0, 102, 103, 2, 1]
-    assert before.tolist() == [*range(100, 106)]
 
 
 @pytest.mark.parametrize("guard", [False, True])
@@ -101,20 +86,3 @@ def test_the_finalise_step_gives_the_weighted_sum(device, guard):
     got, wild_reads = consumer.finalise(rows, weights, ids, built, guard=guard)
     torch.testing.assert_close(got, expected)
     assert wild_reads == (0 if guard else wild)
-
-
-def test_indexing_with_the_padding_id_takes_the_last_expert():
-    x, table = torch.ones(2, 1), torch.tensor([[10.0], [20.0], [30.0]])
-    weights = torch.ones(2, 2)
-    ids = torch.tensor([[0, -1], [1, 3]])
-    assert consumer.layer(x, weights, ids, table).tolist() == [[10.0], [20.0]]
-    assert consumer.layer(x, weights, ids, table, from_the_end=True).tolist() == [[40.0], [20.0]]
-
-
-def test_an_id_out_of_range_adds_nothing(device):
-    batch = Batch(20, 10, 64)
-    ids = make_ids("distinct", batch, device=device)
-    ids[:5], ids[5:10] = -1, 64
-    for before in ("canary", "zeros", "previous map", "previous map, NaN rows"):
-        seen = consumer.observe(batch, ids, device, before=before)
-        assert (seen.verdict, seen.numbers["unwritten"], seen.numbers["wild_reads"]) == (RIGHT, 0, 0)

@@ -15,29 +15,6 @@ def steps(requests: list[Request]) -> list[int]:
     return [*iter(Scheduler(requests).step, 0)]
 
 
-def test_the_trace_is_as_stated():
-    requests = origin.trace(4000)
-    assert requests[:5] == origin.trace(4000)[:5]
-    prompts = torch.tensor([r.prompt for r in requests]).float()
-    answers = torch.tensor([r.answer for r in requests]).float()
-    assert (prompts.min(), prompts.max(), answers.max()) == (40, 200, 256)
-    assert answers.min() >= 16
-    assert abs(prompts.median() - 90) < 5
-    assert abs(answers.median() - 100) < 5
-
-
-def test_a_request_takes_its_prompt_and_then_a_token_a_step():
-    assert steps([Request(50, 4)]) == [50, 1, 1, 1]
-    # A prompt longer than the budget comes in chunks, beside the tokens of who decodes.
-    assert steps([Request(10, 3), Request(3000, 2)]) == [2048, 963, 2]
-
-
-def test_no_more_requests_run_than_the_limit():
-    found = steps([Request(1, 10)] * 40)
-    assert found[:10] == [origin.MAX_NUM_SEQS] * 10
-    assert found[10:] == [8] * 10
-
-
 # No deadline: a busy machine is no fault.
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 20)), min_size=1, max_size=60))
@@ -63,31 +40,6 @@ def test_the_pool_gives_each_byte_to_one_tensor(plan):
     assert pool.free_blocks == {0: 2**18}
 
 
-def test_the_pool_takes_the_smallest_block_that_fits_and_leaves_its_bytes():
-    pool = Pool("cpu")
-    large, between, small, _last = (pool.empty(n) for n in (4096, 256, 1024, 256))
-    small.fill_(3.0)
-    pool.free(large)
-    pool.free(small)
-    again = pool.empty(512)
-    assert again.data_ptr() == small.data_ptr()
-    assert again.tolist() == [3.0] * 512
-    assert between.data_ptr() != again.data_ptr()
-
-
-def test_fp32_bits_read_as_bf16_are_nan_in_one_of_512():
-    pool = Pool("cpu")
-    wide = pool.empty(1000, 1000, dtype=torch.float32)
-    wide.copy_(torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0)))
-    pool.free(wide)
-    # Every other number is the low half of a float32: exponent all ones in one of 256.
-    share = pool.empty(1000, 2000).isnan().float().mean()
-    assert abs(share - 1 / 512) < 2e-4
-    narrow = pool.empty(1000, 1000).copy_(wide)
-    pool.free(narrow)
-    assert not bool(pool.empty(1000, 1000).isnan().any())
-
-
 @pytest.mark.parametrize("shares_experts", [False, True])
 def test_each_rank_has_its_slice_of_each_expert_or_its_share_of_the_experts(shares_experts):
     *_, up, down = origin.Model(Setting(), "cpu", 0).layers[1]
@@ -100,11 +52,6 @@ def test_each_rank_has_its_slice_of_each_expert_or_its_share_of_the_experts(shar
     every = [*range(origin.EXPERTS)]
     half = origin.EXPERTS // 2
     assert own == ([every[:half], every[half:]] if shares_experts else [every, every])
-
-
-@pytest.mark.parametrize(("allocator", "memory"), [("pool", Pool), ("torch", origin.TorchAllocator)])
-def test_a_setting_chooses_the_memory_of_its_model(allocator, memory):
-    assert type(origin.Model(Setting(allocator=allocator), "cpu", 0).memory) is memory
 
 
 class Poisoned(Pool):

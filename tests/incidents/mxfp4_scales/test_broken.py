@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from staleproof.incidents.mxfp4_scales import broken, scene, weights
-from staleproof.incidents.mxfp4_scales.broken import GROUPS, LANES, Kernel, Matrix, Shape
+from staleproof.incidents.mxfp4_scales.broken import GROUPS, Kernel, Matrix, Shape
 
 SHAPE = Shape(2, 320, 192)
 
 
-@pytest.mark.parametrize(("align", "warps"), [(2, 8), (4, 8), (2, 4)])
+@pytest.mark.parametrize(("align", "warps"), [(4, 8), (2, 4)])
 def test_each_scale_has_its_own_byte(align, warps):
     kernel = Kernel(align=align, warps=warps)
     used = broken.reach(SHAPE, kernel)[..., : broken.stored_groups(SHAPE, kernel)].flatten()
@@ -37,7 +37,7 @@ def test_each_byte_behind_reaches_the_columns_of_the_index(kernel):
         assert columns == ([named[byte]] if byte in named else [])
 
 
-@pytest.mark.parametrize("kernel", [Kernel(), Kernel(align=4), Kernel(mask=GROUPS), Kernel(mask=LANES)])
+@pytest.mark.parametrize("kernel", [Kernel(), Kernel(align=4), Kernel(mask=GROUPS)])
 def test_product_over_clean_memory_is_right(kernel):
     matrix = weights.quantized(SHAPE, torch.Generator().manual_seed(1))
     x = torch.randn(5, SHAPE.k)
@@ -84,24 +84,8 @@ def test_index_function_follows_the_source():
     assert broken.byte_of(zero, rows, groups, Shape(1, 256, 192)).tolist() == [*range(16)]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "named"),
-    [((2, 256, 0), "k"), ((2, 256, 48), "k"), ((2, 0, 32), "n, experts"), ((0, 256, 32), "n, experts")],
-)
+@pytest.mark.parametrize(("sizes", "named"), [((2, 256, 48), "k"), ((2, 0, 32), "n, experts")])
 def test_weights_without_a_whole_group_are_refused(sizes, named):
     with pytest.raises(ValueError, match=f"^{named}: expected"):
         weights.quantized(weights.Shape(*sizes), torch.Generator())
     weights.Shape(1, 1, 32).check()
-
-
-def test_checkpoint_holds_the_nearest_fp4_numbers():
-    """In units of its group's scale no weight is further off than half the gap, or what saturates above 6."""
-    matrix = weights.quantized(weights.Shape(2, 16, 64), torch.Generator().manual_seed(3))
-    drawn = 0.02 * torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(3))
-    scale = (matrix.scale.float() - 127).exp2().repeat_interleave(32, -1)
-    largest = (drawn.abs() / scale).unflatten(-1, (-1, 32)).amax(-1)
-    assert bool(((largest >= 4) & (largest < 8)).all()), "the format's range is used"
-    numbers = torch.cat([weights.FP4, -weights.FP4])
-    nearest = (drawn[..., None] / scale[..., None] - numbers).abs().amin(-1)
-    found = (weights.dequantized(*matrix) - drawn) / scale
-    assert torch.allclose(found.abs(), nearest, atol=1e-5)

@@ -295,8 +295,9 @@ def test_watch_ignores_the_null_block_and_blocks_without_a_hash(null, block_hash
     assert watch.blocks.owners == ({"victim"} if published else {*()})
 
 
-@pytest.mark.parametrize("new", [True, False], ids=["new", "resumed"])
-@pytest.mark.parametrize(("start", "read"), [(0, ()), (16, (5,)), (17, (5, 6)), (32, (5, 6))])
+@pytest.mark.parametrize(
+    ("start", "read", "new"), [(0, (), True), (16, (5,), False), (17, (5, 6), True), (32, (5, 6), False)]
+)
 def test_request_reads_every_block_that_its_prefix_reaches_into(start, read, new):
     """It begins, or goes on after a preemption, behind ``start`` tokens and computes 8 more."""
     watch, hashed = watch_published.Published(), [b"a", b"b", b"c"]
@@ -319,7 +320,7 @@ def test_request_reads_every_block_that_its_prefix_reaches_into(start, read, new
 
 
 @pytest.mark.parametrize(
-    ("computed", "taken"), [(0, {1, 2, 7}), (15, {1, 2, 7}), (16, {2, 7}), (32, {7}), (47, {7}), (48, None)]
+    ("computed", "taken"), [(0, {1, 2, 7}), (15, {1, 2, 7}), (16, {2, 7}), (47, {7}), (48, None)]
 )
 def test_patch_takes_back_the_hash_of_every_block_not_computed_to_its_end(computed, taken):
     """Blocks 1 to 3 are of 16 tokens, and 3 has no hash; block 7 is of 48."""

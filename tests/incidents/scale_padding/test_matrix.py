@@ -24,34 +24,6 @@ def test_cell_is_cured_only_if_nothing_is_wrong_in_any_history():
     assert verdict((0, 0, 0)) == verdict((3, 0, 3), (3, 0, 2)) == "not reproduced"
 
 
-def test_scans_over_nan_choose_expert_0_every_time():
-    scores = torch.rand(3, remedies.EXPERTS, generator=torch.Generator().manual_seed(0))
-    scores[2] = torch.nan
-    weights, chosen = remedies.keeps_the_first(scores)
-    want = scores[:2].topk(remedies.TOP_K)
-    assert torch.equal(chosen[:2], want.indices)
-    assert torch.equal(weights[:2], want.values)
-    assert chosen[2].tolist() == [0] * remedies.TOP_K
-    assert weights[2].isnan().all()
-
-
-def test_second_slot_of_an_expert_follows_the_stale_map():
-    x, experts = torch.tensor([[1.0], [2.0]]), torch.tensor([[[10.0]], [[20.0]], [[30.0]]])
-    weights, chosen = torch.tensor([[0.5, 0.25], [1.0, 2.0]]), torch.tensor([[2, 2], [1, 0]])
-    assert remedies.expert_sums(x, weights, chosen, experts).tolist() == [[22.5], [80.0]]
-    unused = torch.full((4, 1), 7.0)
-    for stale, first, inside in (
-        (3, 15 + 0.25 * 7, True),
-        (0, 15 + 0.25 * 20, True),
-        (4, 15, False),
-        (-1, 15, False),
-    ):
-        old = torch.full((2, 2), stale, dtype=torch.int32)
-        rows, row_of_slot, survived = remedies.through_the_map(x, weights, chosen, experts, old, unused)
-        assert (rows.tolist(), survived) == ([[first], [80.0]], inside)
-        assert row_of_slot.tolist() == [[2, stale], [1, 0]]
-
-
 def test_unwritten_padding_equals_what_the_broken_quantiser_leaves(device):
     x = torch.randn(remedies.ROWS, remedies.WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
     raw = HISTORIES["N(0, 1)"].fresh(0, 256, device=device).view(torch.uint8)
@@ -66,8 +38,7 @@ def test_unwritten_padding_equals_what_the_broken_quantiser_leaves(device):
 
 
 @pytest.mark.parametrize(
-    ("dies", "factor", "wrong"),
-    [(None, 1.0, 0), (3, 1.0, 2), (2, 1.0, 4), (1, 1.0, 4), (0, 1.0, 6), (None, 1.0005, 0), (None, 1.003, 6)],
+    ("dies", "factor", "wrong"), [(3, 1.0, 2), (0, 1.0, 6), (None, 1.0005, 0), (None, 1.003, 6)]
 )
 def test_outputs_that_differ_or_are_missing_are_counted(monkeypatch, dies, factor, wrong):
     """Two live rows in each of the four steps that is judged, and what the process did says nothing later."""

@@ -92,8 +92,9 @@ def test_blocks_for_external_tokens_are_recorded_behind_the_prefix_hits(spec, ex
     assert manager.new_block_ids == recorded
 
 
-@pytest.mark.parametrize("taken", [False, True])
-@pytest.mark.parametrize("spec", [MLAAttentionSpec(), FullAttentionSpec()])
+@pytest.mark.parametrize(
+    ("spec", "taken"), [(MLAAttentionSpec(), True), (MLAAttentionSpec(), False), (FullAttentionSpec(), True)]
+)
 def test_blocks_of_mla_groups_are_recorded_if_somebody_takes_them(monkeypatch, spec, taken):
     """Only a manager that records has hooks, and has them once."""
     manager, hooked = _manager(spec), []

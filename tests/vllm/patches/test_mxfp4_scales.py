@@ -22,8 +22,7 @@ def _swizzle_mxfp4(quant_tensor, scale, num_warps=8):
 IMPORTER = f"from {patch.UTILS} import _swizzle_mxfp4\ndef load(scale): return _swizzle_mxfp4(None, scale, 4)"
 
 
-@pytest.mark.parametrize("groups", [5, 6, 7])
-@pytest.mark.parametrize("early", [True, False], ids=["imported before", "imported after"])
+@pytest.mark.parametrize(("groups", "early"), [(5, True), (6, False), (7, True)])
 def test_every_importer_pads_and_a_revert_gives_vllms_back(made_up, early, groups):
     made_up({UTILS: LOADER, "oracle": IMPORTER})
     scale, fix = torch.ones(2, 3, groups, dtype=torch.uint8), patches()["mxfp4_scale_tail"]

@@ -22,7 +22,7 @@ class Headroom(NamedTuple):
         buffers: the buffers of all layers.
         fragments: the unused part of segments that contain a buffer.
         graph: private pool of the captured step.
-        room: device memory that the KV cache leaves.
+        available: device memory that the KV cache leaves.
         needed: workspace of a prefill.
         verdict: whether the server dies or lives.
     """
@@ -31,14 +31,14 @@ class Headroom(NamedTuple):
     buffers: int
     fragments: int
     graph: int
-    room: int
+    available: int
     needed: int
     verdict: str
 
     @property
     def left(self) -> int:
         """Bytes left to serve with."""
-        return self.room - self.buffers - self.fragments - self.graph
+        return self.available - self.buffers - self.fragments - self.graph
 
     def __str__(self) -> str:
         return (
@@ -71,7 +71,7 @@ def headroom(batch: int = 2048, heads: int = 128, layers: int = 61, utilisation:
         buffers=buffers,
         fragments=outcome.taken_bytes() - buffers,
         graph=_in_use(captured) - _in_use(decoded),
-        room=config.total_bytes - _in_use(planned),
+        available=config.total_bytes - _in_use(planned),
         needed=config.workspace_bytes,
         verdict=outcome.verdict,
     )
@@ -101,7 +101,7 @@ def headroom_figure(cases: Mapping[str, Headroom]) -> Figure:
         ax.barh(names, widths, left=foot, color=colour, hatch=hatch, label=part, height=0.6)
         foot = [a + b for a, b in zip(foot, widths, strict=True)]
     for y, case in enumerate(cases.values()):
-        ends = (case.room - case.needed) / GIB
+        ends = (case.available - case.needed) / GIB
         ax.plot([ends, ends], [y - 0.4, y + 0.4], color=ink, linewidth=3)
     ax.plot([], [], color=ink, linewidth=3, label="headroom line")
     ax.invert_yaxis()

@@ -77,12 +77,10 @@ class MambaSpec:
         return self.conv_bytes + math.prod(self.ssm_shape) * self.ssm_dtype.itemsize
 
     @classmethod
-    def gated_delta_net(
-        cls, *, v_heads: int, k_heads: int, v_dim: int, k_dim: int, kernel: int, tp: int = 1
-    ) -> MambaSpec:
-        """State of a Gated DeltaNet layer on one of ``tp`` ranks (vLLM ``mamba_utils.py``)."""
-        channels = (2 * k_heads * k_dim + v_heads * v_dim) // tp
-        return cls((kernel - 1, channels), (v_heads // tp, v_dim, k_dim))
+    def gated_delta_net(cls, *, v_heads: int, k_heads: int, v_dim: int, k_dim: int, kernel: int) -> MambaSpec:
+        """State of a Gated DeltaNet layer (vLLM ``mamba_utils.py``)."""
+        channels = 2 * k_heads * k_dim + v_heads * v_dim
+        return cls((kernel - 1, channels), (v_heads, v_dim, k_dim))
 
 
 @dataclass(frozen=True)
@@ -116,16 +114,6 @@ def equalise(attention: AttentionSpec, mamba: MambaSpec) -> Page:
     """
     block_size = ALIGNMENT * math.ceil(mamba.state_bytes / (ALIGNMENT * attention.token_bytes))
     return Page(block_size, block_size * attention.token_bytes, mamba.state_bytes)
-
-
-def qwen3_5_397b(tp: int, kv_dtype: torch.dtype) -> tuple[AttentionSpec, MambaSpec]:
-    """Attention and Gated DeltaNet of Qwen3.5-397B-A17B on one of ``tp`` ranks.
-
-    2 KV heads of 256 (each rank keeps at least one), 64 V heads and 16 K heads of 128, kernel 4.
-    """
-    attention = AttentionSpec(max(1, 2 // tp), 256, kv_dtype)
-    mamba = MambaSpec.gated_delta_net(v_heads=64, k_heads=16, v_dim=128, k_dim=128, kernel=4, tp=tp)
-    return attention, mamba
 
 
 class KVBuffers:

@@ -58,7 +58,7 @@ def hybrid(states: Sequence[str], requests: int) -> None:
         engine.empty(fill=0.0)
         right |= engine.serve([one], ends=False)
     caches = attention(engine.runner)
-    told: dict[str, Any] = {"requests": requests, "nan_alone": _nan(right)}
+    replies: dict[str, Any] = {"requests": requests, "nan_alone": _nan(right)}
     for state in states:
         found: list[Any] = []
 
@@ -75,14 +75,14 @@ def hybrid(states: Sequence[str], requests: int) -> None:
             switch(off=() if state.endswith("on") else (ZEROING,))
         with before(CPUModelRunner, "_zero_block_ids", look, runs=state.startswith((RELEASED, PLUGIN))):
             served = engine.serve(load, ends=False)
-        told[state] = {
+        replies[state] = {
             "nan": _nan(served),
             "other_tokens": [name for name, one in served.items() if one.tokens != right[name].tokens],
             "blocks_given": len(found),
             "held_nan": sum(one.nan > 0 for one in found),
             "patch": states_of(ZEROING)[ZEROING],
         }
-        report(told)
+        report(replies)
 
 
 def waiting(requests: int) -> dict[str, Any]:
@@ -127,8 +127,8 @@ def _served(states: Sequence[str], device: str) -> dict[str, Any]:
         env = {"VLLM_PLUGINS": ""}
         if RELEASED not in states:
             env = {"VLLM_PLUGINS": "staleproof", VARIABLE: ZEROING, live.SWITCH: str(Path(folder, "off"))}
-        told: dict[str, Any] = place.call(hybrid, states, REQUESTS, env=env, timeout_s=600).answer()
-    return told
+        replies: dict[str, Any] = place.call(hybrid, states, REQUESTS, env=env, timeout_s=600).answer()
+    return replies
 
 
 def _waited(device: str) -> dict[str, Any]:
@@ -164,10 +164,10 @@ def _missing_release(subject: str, device: str) -> str | None:
     return None if within(release, span) else f"about {first} to {last}; vLLM {release} is beside"
 
 
-def answers(state: str, device: str, told: dict[str, Any]) -> Answer:
+def answers(state: str, device: str, replies: dict[str, Any]) -> Answer:
     """Requests of a hybrid model, each compared with its answer alone on a cache of zeros."""
-    row = told[state.removeprefix("bare ").removeprefix("zeroing ")]
-    numbers = {**row, "requests": told["requests"], "evidence": place.evidence()}
+    row = replies[state.removeprefix("bare ").removeprefix("zeroing ")]
+    numbers = {**row, "requests": replies["requests"], "evidence": place.evidence()}
     if state in ("off", "on", "again"):
         numbers["note"] = "off: zeroing by our hook left out; on: by our hook, what 0.25.0 and later do"
     if row["nan"]:
@@ -175,27 +175,27 @@ def answers(state: str, device: str, told: dict[str, Any]) -> Answer:
     return bad("other tokens", **numbers) if row["other_tokens"] else good("right", **numbers)
 
 
-def compare(state: str, device: str, told: dict[str, Any]) -> str | None:
+def compare(state: str, device: str, replies: dict[str, Any]) -> str | None:
     """Alone on a cache of zeros no answer may hold a NaN: those are the reference."""
-    return f"NaN alone: {told['nan_alone']}" if told["nan_alone"] else None
+    return f"NaN alone: {replies['nan_alone']}" if replies["nan_alone"] else None
 
 
-def compare_patched(state: str, device: str, told: dict[str, Any]) -> str | None:
+def compare_patched(state: str, device: str, replies: dict[str, Any]) -> str | None:
     """The same, and the patch must be in place at the end."""
-    stands = told[state.removeprefix("bare ")]["patch"]
-    return compare(state, device, told) if stands == "in place" else f"the patch is {stands}"
+    status = replies[state.removeprefix("bare ")]["patch"]
+    return compare(state, device, replies) if status == "in place" else f"the patch is {status}"
 
 
-def drained(state: str, device: str, told: dict[str, Any]) -> Answer:
+def drained(state: str, device: str, replies: dict[str, Any]) -> Answer:
     """How many block ids wait to be zeroed, of a model whose blocks nobody zeroes?"""
-    row = told[state.rpartition(" ")[2]]
+    row = replies[state.rpartition(" ")[2]]
     grows = row["waiting"][-1] > row["waiting"][0]
     return (bad if grows else good)("grows" if grows else "empty", **row, evidence=place.evidence())
 
 
-def compare_drained(state: str, device: str, told: dict[str, Any]) -> str | None:
+def compare_drained(state: str, device: str, replies: dict[str, Any]) -> str | None:
     """The patch must be in place, and the list empty after every request."""
-    row = told[state.rpartition(" ")[2]]
+    row = replies[state.rpartition(" ")[2]]
     fine = row["patch"] == "in place" and not any(row["waiting"])
     return None if fine else f"{row['patch']}, waiting {row['waiting']}"
 

@@ -100,12 +100,12 @@ HELD: dict[str, tuple[tuple[str, ...], bool]] = {
 }
 
 
-def unwritten(held: tuple[tuple[str, ...], bool], device: str) -> Answer:
+def unwritten(block: tuple[tuple[str, ...], bool], device: str) -> Answer:
     """A request's prompt was never written to its block. Whose answer does its user read?
 
     A block takes a whole chat here, as in hybrid models, whose blocks are as large as a Mamba state.
     """
-    before, zeroes = held
+    before, zeroes = block
     with torch.inference_mode():
         server = _server(Pool(masks_loads=True, zeroes=zeroes, blocks=1), Unwritten, page=64)
         if not before:
@@ -120,10 +120,6 @@ def unwritten(held: tuple[tuple[str, ...], bool], device: str) -> Answer:
     return answer
 
 
-def _no_model(subject: Any, device: str) -> str | None:
-    return words.unavailable_reason()
-
-
 def _attention(pool: Pool) -> Evidence:
     return (
         REPLICA if pool.masks_loads else real("torch", "SDPA with a boolean mask, in our server of SmolLM2")
@@ -136,7 +132,7 @@ def add(incident: Incident) -> None:
         "words over uptime",
         {"masked by multiplication": Pool(), "masked loads": Pool(masks_loads=True)},
         expect={"masked by multiplication": "6 of 10 dead", "masked loads": words.RIGHT},
-        needs=_no_model,
+        needs=words.needs_model,
         evidence=_attention,
     )(over_uptime)
     incident.question(
@@ -147,7 +143,9 @@ def add(incident: Incident) -> None:
             "another request's KV, zeroed": words.OTHER,
             "float32 state": "1 of 1 dead",
         },
-        needs=_no_model,
+        needs=words.needs_model,
     )(unwritten)
     fix = {"words, BlockZeroer": Fix(off=Pool(), on=Pool(zeroes=True))}
-    incident.fixes(over_uptime, fix, compare=_not_the_clean_words, needs=_no_model, evidence=_attention)
+    incident.fixes(
+        over_uptime, fix, compare=_not_the_clean_words, needs=words.needs_model, evidence=_attention
+    )

@@ -277,12 +277,12 @@ def history(scene: Scene) -> History:
     ended = [request for request in trace_.finished if request in bad]
     require(bool(ended), "scene", "one in which a corrupted request finishes", "none")
     served = serve(trace_, scene.model(), scene.buffers(), watch=True)
-    seen = []
+    histories = []
     for request in ended:
-        mine = trace_.owners == request
-        finite = torch.stack([flags[mine] for flags in served.finite.values()], 1)
+        own = trace_.owners == request
+        finite = torch.stack([flags[own] for flags in served.finite.values()], 1)
         stages = list(served.finite)
         attention = finite[:, stages.index("0.attention")]
         healed = bool(attention[-1]) and not bool(attention.all())
-        seen.append((healed, History(request, list(range(len(finite))), stages, finite.tolist())))
-    return next((one for healed, one in seen if healed), seen[0][1])
+        histories.append((healed, History(request, list(range(len(finite))), stages, finite.tolist())))
+    return next((one for healed, one in histories if healed), histories[0][1])

@@ -19,10 +19,6 @@ def _clean_words(requests: int, rows: int, tokens: int) -> words.Served:
     return words.serve(words.PROMPTS[:requests], rows=rows, tokens=tokens)
 
 
-def _no_model(subject: Any, device: str) -> str | None:
-    return words.unavailable_reason()
-
-
 def _in_words(how: dict[str, Any], device: str, requests: int = 3, rows: int = 8, tokens: int = 12) -> Answer:
     """Serves requests; right are the tokens that clean memory gives with the same quantiser.
 
@@ -109,9 +105,9 @@ def add(incident: Incident) -> None:
             "x 100,000": words.OTHER,
             "NaN, clear_empty_rows": words.RIGHT,
         },
-        needs=_no_model,
+        needs=words.needs_model,
     )(words_of_three)
-    incident.question("words without fp8", {"NaN": POISONED}, expect=words.RIGHT, needs=_no_model)(
+    incident.question("words without fp8", {"NaN": POISONED}, expect=words.RIGHT, needs=words.needs_model)(
         words_without_fp8
     )
     incident.question(
@@ -127,4 +123,4 @@ def add(incident: Incident) -> None:
         evidence=_whose_words,
     )(words_by_kernel)
     fix = {"words, clear_empty_rows": Fix(off=POISONED, on=CLEARED)}
-    incident.fixes(full_batch, fix, compare=_not_the_clean_words, needs=_no_model)
+    incident.fixes(full_batch, fix, compare=_not_the_clean_words, needs=words.needs_model)

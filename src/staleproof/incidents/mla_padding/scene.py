@@ -424,8 +424,8 @@ def make_call(
     q = torch.randn(shape, generator=generator).to(device, dtype)
     kv_cache = torch.randn(live * (pages + 1) + 1, page_size, LATENT, generator=generator)
     table = torch.zeros(rows, pages + 1, dtype=torch.int32)
-    mine = live_rows(rows, live, spread)
-    table[mine] = torch.arange(1, live * (pages + 1) + 1, dtype=torch.int32).view(live, pages + 1)
+    is_live = live_rows(rows, live, spread)
+    table[is_live] = torch.arange(1, live * (pages + 1) + 1, dtype=torch.int32).view(live, pages + 1)
     seq_lens = torch.zeros(rows, dtype=torch.int32)
-    seq_lens[mine] = tokens
+    seq_lens[is_live] = tokens
     return Call(q, kv_cache.to(device, dtype), table.to(device), seq_lens.to(device))

@@ -183,9 +183,9 @@ def compare(subject: Subject, device: str) -> str | None:
 
 def add(incident: Incident) -> None:
     """Add the questions to the incident."""
-    asked = {f"{name}, {dtype}": (name, dtype, OTHERS) for name in BACKENDS for dtype in DTYPES}
-    expect = {name: "NaN in padding" if name.startswith("TRITON_MLA") else "no NaN" for name in asked}
-    incident.question("whole vLLM, NaN rows", asked, expect=expect, needs=_missing)(rows)
+    variants = {f"{name}, {dtype}": (name, dtype, OTHERS) for name in BACKENDS for dtype in DTYPES}
+    expect = {name: "NaN in padding" if name.startswith("TRITON_MLA") else "no NaN" for name in variants}
+    incident.question("whole vLLM, NaN rows", variants, expect=expect, needs=_missing)(rows)
     read_by = {
         "CPU_MLA": ("CPU_MLA", "float32", OTHERS),
         "TRITON_MLA, bf16": ("TRITON_MLA", "bf16", OTHERS),

@@ -111,8 +111,8 @@ def block_keeps_the_left(choice: torch.Tensor, top_k: int, itemsize: int) -> tor
             expert = (first + threads).expand(rows, -1)
             passed_over = (expert[..., None] == ids[:, None, :turn]).any(-1) | (expert >= experts)
             score = choice.gather(1, expert.clamp(max=experts - 1))
-            mine = (torch.where(passed_over, pair[0], expert), torch.where(passed_over, pair[1], score))
-            pair = _arg_max(mine, pair)
+            candidate = (torch.where(passed_over, pair[0], expert), torch.where(passed_over, pair[1], score))
+            pair = _arg_max(candidate, pair)
         # Reduce neighbours within each warp first, then warp after warp.
         by_warp = [part.view(rows, -1, 32) for part in pair]
         while by_warp[0].shape[-1] > 1:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
 
 import torch
 
@@ -84,10 +83,6 @@ def _not_the_same_words(router: Router, device: str) -> str | None:
     return None if same else "not the words of the model without experts"
 
 
-def _no_model(subject: Any, device: str) -> str | None:
-    return words.unavailable_reason()
-
-
 def add(incident: Incident) -> None:
     """Add the questions to the incident."""
     warp, block = Router("warp_keeps_its_first_column"), Router("block_keeps_the_left")
@@ -105,7 +100,7 @@ def add(incident: Incident) -> None:
             "warp_keeps_its_first_column, no NaN": words.RIGHT,
             OURS: words.RIGHT,
         },
-        needs=_no_model,
+        needs=words.needs_model,
     )(words_by_router)
     fix = {f"words, {OURS}": Fix(off=warp, on=Router(OURS))}
-    incident.fixes(words_by_router, fix, compare=_not_the_same_words, needs=_no_model)
+    incident.fixes(words_by_router, fix, compare=_not_the_same_words, needs=words.needs_model)

@@ -176,12 +176,12 @@ class Model:
         for _ in range(LAYERS):
             up, down = weight(EXPERTS, HIDDEN, INTER), weight(EXPERTS, INTER, HIDDEN)
             share = EXPERTS if setting.expert_parallel else INTER
-            mine = slice(rank * share // setting.ranks, (rank + 1) * share // setting.ranks)
+            own = slice(rank * share // setting.ranks, (rank + 1) * share // setting.ranks)
             self.experts = torch.arange(EXPERTS, device=device)
             if setting.expert_parallel:
-                up, down, self.experts = up[mine], down[mine], self.experts[mine]
+                up, down, self.experts = up[own], down[own], self.experts[own]
             else:
-                up, down = up[:, :, mine], down[:, mine]
+                up, down = up[:, :, own], down[:, own]
             self.layers.append(
                 (weight(HIDDEN, 3 * ATTENTION), weight(ATTENTION, HIDDEN), weight(HIDDEN, EXPERTS), up, down)
             )
@@ -206,9 +206,9 @@ class Model:
         """
         rows, first = len(x), 0
         if self.setting.ranks > 1:
-            mine = F.pad(x, (0, 0, 0, longest - rows)).view(torch.uint8)
-            parts = [torch.empty_like(mine) for _ in range(self.setting.ranks)]
-            dist.all_gather(parts, mine)
+            own = F.pad(x, (0, 0, 0, longest - rows)).view(torch.uint8)
+            parts = [torch.empty_like(own) for _ in range(self.setting.ranks)]
+            dist.all_gather(parts, own)
             x = torch.cat(parts).view(torch.bfloat16)
             first = dist.get_rank() * longest
         weights, ids = (x @ router).float().softmax(-1).topk(TOP_K)

@@ -133,10 +133,10 @@ def replay(name: str, device: str) -> Answer:
     """
     selector = SELECTORS[name]
     given = scene.nan_bias(scene.make_logits(device, selector.experts, selector.rows))
-    theirs = SELECTORS[scene.VLLM].select(given, selector.top_k)[1]
+    replayed = SELECTORS[scene.VLLM].select(given, selector.top_k)[1]
     clamp = broken.REMEDIES["clamp_after_scoring"]
     ours = scene.select_broken(name, given, selector.top_k, remedy=clamp)[1]
-    same = (ours == theirs).all(1)
+    same = (ours == replayed).all(1)
     numbers = {"rows": len(same), "same_rows": int(same.sum())}
     return good("the same", **numbers) if bool(same.all()) else bad("differ", **numbers)
 

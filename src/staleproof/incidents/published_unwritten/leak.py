@@ -107,9 +107,9 @@ def ask(policy: str, states: Sequence[str]) -> None:
     """
     began = time.perf_counter()
     engine = Engine(Path(sys.prefix, place.MODEL), scheduling_policy=policy, **OPTIONS)
-    told: dict[str, Any] = {"start_s": round(time.perf_counter() - began, 1)}
+    replies: dict[str, Any] = {"start_s": round(time.perf_counter() - began, 1)}
     engine.empty()
-    told["alone"] = engine.serve([carla(engine)])["Carla"].text
+    replies["alone"] = engine.serve([carla(engine)])["Carla"].text
     for state in states:
         if state != RELEASED:
             switch(off=() if state == "on" else (NAME,))
@@ -118,7 +118,7 @@ def ask(policy: str, states: Sequence[str]) -> None:
         before, began = counters(), time.perf_counter()
         answer = visits(engine)
         hooks.unwrap("truth")
-        told[state] = {
+        replies[state] = {
             "text": answer.text,
             "cached": answer.cached,
             "of": len(carla(engine).prompt),
@@ -127,7 +127,7 @@ def ask(policy: str, states: Sequence[str]) -> None:
             "counted": {name: now - before.get(name, 0) for name, now in counters().items()},
             "reads": sorted({(_user(r.reader), r.block, _user(r.whose)) for r in memory.reads}),
         }
-        report(told)
+        report(replies)
 
 
 def _user(request: str) -> str:
@@ -162,10 +162,10 @@ def _served(policy: str, states: Sequence[str], device: str) -> dict[str, Any]:
         }
         env = {"VLLM_PLUGINS": ""} if RELEASED in states else plugin
         try:
-            told: dict[str, Any] = place.call(ask, policy, states, env=env, timeout_s=600).answer()
+            replies: dict[str, Any] = place.call(ask, policy, states, env=env, timeout_s=600).answer()
         except place.WholeError as error:
             raise MissingError(str(error)) from error
-    return told
+    return replies
 
 
 # Name -> one engine.
@@ -181,25 +181,25 @@ def _missing(subject: Subject, device: str) -> str | None:
     return place.unavailable_reason()
 
 
-def answered(subject: Subject, device: str, told: dict[str, Any]) -> lab.Answer:
+def answered(subject: Subject, device: str, replies: dict[str, Any]) -> lab.Answer:
     """Carla asks for the door code of the house, which her prompt does not contain. What is she told?"""
-    row = told[subject[1]]
-    numbers = {name: row[name] for name in ("cached", "of", "seconds")} | {"start_s": told["start_s"]}
+    row = replies[subject[1]]
+    numbers = {name: row[name] for name in ("cached", "of", "seconds")} | {"start_s": replies["start_s"]}
     numbers |= {"prompts": [CARLA], "texts": [row["text"]], "evidence": place.evidence()}
     return bad(LEAKED, **numbers) if CODE in row["text"] else good(CLEAN, **numbers)
 
 
-def compare(subject: Subject, device: str, told: dict[str, Any]) -> str | None:
+def compare(subject: Subject, device: str, replies: dict[str, Any]) -> str | None:
     """With the patch in place to the end, she must be told what she is told alone on an empty cache."""
-    row = told[subject[1]]
+    row = replies[subject[1]]
     if row["patch"] != "in place":
         return f"the patch is {row['patch']}"
-    return None if row["text"] == told["alone"] else f"alone she is told {told['alone']!r}"
+    return None if row["text"] == replies["alone"] else f"alone she is told {replies['alone']!r}"
 
 
-def watched(subject: Subject, device: str, told: dict[str, Any]) -> lab.Answer:
+def watched(subject: Subject, device: str, replies: dict[str, Any]) -> lab.Answer:
     """Do the watch's hits of unwritten blocks equal those of a record of all writes and reads?"""
-    row = told[subject[1]]
+    row = replies[subject[1]]
     hits, reads = row["counted"]["unwritten_hits"], row["reads"]
     # JSON keeps lists.
     numbers = {"hits": hits, "truth": [list(read) for read in reads], "evidence": place.evidence()}

@@ -108,8 +108,8 @@ class Memory:
             writers, positions = self._slots[block]
             # Compare a block at once if one request wrote it at these positions, as in most blocks.
             alike = positions[: len(here)] == [*here] and writers[: len(here)].count(writers[0]) == len(here)
-            mine = slice(here.start, here.stop)
-            if not alike or self._chain(writers[0])[mine] != self._chain(row.name)[mine]:
+            part = slice(here.start, here.stop)
+            if not alike or self._chain(writers[0])[part] != self._chain(row.name)[part]:
                 found.update(p for p in here if self._is_wrong(row, p))
         return found
 

@@ -47,13 +47,13 @@ def wrong_product(path_name: str, allocation: str, device: str) -> str | None:
 def _wrong_bytes(a: Product, swizzled: bool) -> str | None:
     """Compare our quantiser with the reference, over poisoned memory."""
     want = reference.quantize_nvfp4(a.x, a.factor, swizzled=swizzled)
-    mine = torch.empty_like(want[0]), torch.empty_like(want[1])
-    for memory in mine:
+    ours = torch.empty_like(want[0]), torch.empty_like(want[1])
+    for memory in ours:
         # NaN in e4m3.
         memory.view(torch.uint8).fill_(0x7F)
-    quantize_nvfp4(a.x, a.factor, swizzled=swizzled, out=mine)
+    quantize_nvfp4(a.x, a.factor, swizzled=swizzled, out=ours)
     names = (f"{what} of {len(a.x)} rows" for what in ("packed values", "scales"))
-    return next(filter(None, map(other_bits, names, mine, want)), None)
+    return next(filter(None, map(other_bits, names, ours, want)), None)
 
 
 def wrong_draw(simulator: ids.Simulator, device: str) -> str | None:

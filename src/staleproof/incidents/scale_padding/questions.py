@@ -213,8 +213,6 @@ incident.fixes(
     compare=wrong_ids,
 )
 
-# Experts, and experts a token: DeepSeek-V3, Qwen3-30B-A3B, Qwen3-Next.
-SIMULATED = ((256, 8), (128, 8), (512, 10))
 SIMULATED_TOKENS = 20_000
 
 

@@ -211,8 +211,10 @@ class Server:
             if self.remedy == "amax_of_live_rows":
                 values, scale = self.run.quantize_fp8_per_tensor(x, live_rows=live)
                 return values.float() * scale
-            seen = x.abs() if self.faulty else x[:live].abs()
-            amax = (seen.where(~seen.isnan(), 0.0) if self.cause == "amax, fmax" else seen).max()
+            magnitudes = x.abs() if self.faulty else x[:live].abs()
+            amax = (
+                magnitudes.where(~magnitudes.isnan(), 0.0) if self.cause == "amax, fmax" else magnitudes
+            ).max()
         elif self.has("cross-row reduction"):
             apart = self.remedy == "rows_kept_apart"
             values, scale = (broken.row_alone if apart else broken.neighbour_in_the_maximum)(x)

@@ -212,8 +212,8 @@ def _blocks_written(bench: Bench, tokens: Sequence[int]) -> dict[str, Any]:
         del bench.runner._update_states
     changed = [(state != UNTOUCHED).flatten(1).any(1).nonzero().flatten().tolist() for state in states]
     touched = {block for blocks in changed for block in blocks}
-    mine = {block for group in owned for block in group}
-    return {"own_blocks_written": len(touched & mine), "others_blocks_written": len(touched - mine)}
+    own = {block for group in owned for block in group}
+    return {"own_blocks_written": len(touched & own), "others_blocks_written": len(touched - own)}
 
 
 def _neighbours(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -286,13 +286,13 @@ SHAPED = {PROMPT: K + 1, CHUNK: STEP + K + 1, NEIGHBOUR: K + 1}
 def add(incident: Incident) -> None:
     """Add the questions to the incident."""
     more: dict[str, Any] = {"needs": _missing, "scene": ENGINE}
-    asked = {f"{kind}, {n} tokens": (kind, n, "off") for kind, every in LENGTHS.items() for n in every}
+    variants = {f"{kind}, {n} tokens": (kind, n, "off") for kind, every in LENGTHS.items() for n in every}
     expect: dict[str, str | None] = {
-        name: OTHER if SHAPED[kind] == n else OWN for name, (kind, n, _) in asked.items()
+        name: OTHER if SHAPED[kind] == n else OWN for name, (kind, n, _) in variants.items()
     }
     # The older fault of one token (#51562), which later releases do not have.
     expect[f"{PROMPT}, 1 tokens"] = None
-    incident.question("whole vLLM, real graph", asked, expect=expect, **more)(answered)
+    incident.question("whole vLLM, real graph", variants, expect=expect, **more)(answered)
     rounds = {kind: [(kind, n, name) for name in ROUNDS] for kind, n in SHAPED.items()}
     fixes = {f"{PATCH}, whole vLLM, {kind}": Fix(*three) for kind, three in rounds.items()}
     incident.fixes(answered, fixes, compare=compare, **more)
