@@ -419,3 +419,14 @@ def test_two_kernels_of_one_name_are_refused(tmp_path):
     text = (tmp_path / "two.py").read_text()
     (tmp_path / "one.py").write_text(text.replace("make(3)", "None"))
     assert [one.name for one in runner.listed(str(tmp_path / "one.py"))] == ["kernel"]
+
+
+def test_audit_here_gives_the_answers_of_audit():
+    from staleproof.contract import examples
+
+    kernels = (examples.masked_by_weight, examples.masked_by_selection, examples.fp8_per_tensor)
+    here = [one for kernel in kernels for one in runner.audit_here(kernel, "cpu")]
+    there = [*runner.audit([examples.__name__], "cpu")]
+    assert here == [one for one in there if one.kernel in {each.kernel for each in here}]
+    with pytest.raises(ValueError, match=r"kernel: expected a function under a decorator .* got print"):
+        runner.audit_here(print, "cpu")

@@ -344,6 +344,44 @@ def _complete(subject: Subject, found: dict[str, Answer]) -> dict[str, Answer]:
     return {clause: found.get(clause, not_run(why)) for clause in subject.clauses}
 
 
+def audit_here(kernel: Callable[..., object], device: str | None = None) -> list[Answer]:
+    """Put one registered kernel through the contract in this process, as a notebook wants it.
+
+    No clause has a time limit, and a kernel that ends its process ends this one; :func:`audit` uses children.
+
+    Args:
+        kernel: a function with a decorator of :mod:`staleproof.audit`.
+        device: ``cpu`` or ``cuda``; by default the best that this machine has.
+
+    Returns:
+        An answer a clause; for a kernel that is wrong on clean input the others are "not run".
+
+    Raises:
+        ValueError: the function has no such decorator.
+
+    >>> from staleproof.contract.examples import fp8_per_tensor
+    >>> [f"{one.clause} {one.verdict}" for one in audit_here(fp8_per_tensor, "cpu")]
+    ['0 holds', 'R breaks', 'W holds', 'O holds']
+    """
+    subjects: Sequence[Subject] = getattr(kernel, "__dict__", {}).get(_MARK, ())
+    name = getattr(kernel, "__name__", repr(kernel))
+    require(bool(subjects), "kernel", "a function under a decorator of staleproof.audit", name)
+    device, found = devices.select(device), []
+    for subject in subjects:
+        why = unavailable_reason(subject)
+        known = {clause: not_run(why) for clause in subject.clauses if why}
+        known |= {clause: not_run(text) for clause, text in subject.skip.items() if clause in subject.clauses}
+        probes = {} if why else probes_of(subject)
+        for _, left in _left([subject], {subject.name: known}):
+            for clause in left:
+                known[clause] = judged(ask_one(probes[clause], device)[0], subject, clause)
+                if clause == "0" and not _goes_on(known[clause]):
+                    break
+        answers = _complete(subject, known)
+        found += [replace(one, kernel=subject.name, clause=clause) for clause, one in answers.items()]
+    return found
+
+
 def audit(
     modules: Sequence[str],
     device: str | None = None,
