@@ -21,15 +21,15 @@ METADATA = {
 # Left out: its model id is random, and without the widget's state, which is not stored, it shows nothing.
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
-# The answer to an exercise: JupyterLab shows its output and folds its source.
-ANSWER = "answer"
+# What JupyterLab folds, by tag: the source of an exercise's answer; all of a cell that answers a prediction.
+FOLDED = {"answer": {"source_hidden": True}, "hide-cell": {"outputs_hidden": True, "source_hidden": True}}
 
 
 def canonical(nb: NotebookNode) -> str:
     """The canonical text of a notebook.
 
     The text is nbformat 4.5 as ``nbformat.writes`` prints it. Metadata is :data:`METADATA`; that of
-    a cell is its sorted tags; a cell tagged ``answer`` is folded. Cells are named ``cell-01``,
+    a cell is its sorted tags, and what :data:`FOLDED` says of them. Cells are named ``cell-01``,
     ``cell-02`` and so on. Outputs are kept, with neighbouring chunks of one stream joined. The text
     ends with one newline.
 
@@ -43,8 +43,8 @@ def canonical(nb: NotebookNode) -> str:
     for number, cell in enumerate(nb.cells, 1):
         tags = sorted(cell.metadata.get("tags", []))
         metadata: dict[str, object] = {"tags": tags} if tags else {}
-        if ANSWER in tags:
-            metadata["jupyter"] = {"source_hidden": True}
+        for tag in set(tags) & FOLDED.keys():
+            metadata["jupyter"] = FOLDED[tag]
         kept = {
             "cell_type": cell.cell_type,
             "id": f"cell-{number:02d}",

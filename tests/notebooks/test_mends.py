@@ -1,0 +1,60 @@
+"""What a reader writes to mend a notebook's few faulty lines: right answers pass, wrong ones get a hint."""
+
+import ast
+import contextlib
+import io
+from pathlib import Path
+
+import nbformat
+import pytest
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+
+BUFFERS = """def mended(kept, decoding):
+    for layer in range(layers):
+        kept[layer] = buffer
+"""
+# By notebook: mends that are right.
+RIGHT = {
+    "02": [
+        BUFFERS + "    return sum(kept.values()) + (0 if decoding else workspace)",
+        "def mended(kept, decoding): return 0 if decoding else workspace",
+    ]
+}
+# By notebook: mends that are wrong, each with a part of its hint.
+WRONG = {
+    "02": [
+        (BUFFERS + "    return 0", "not in what `mended` returns"),
+        (BUFFERS + "    return 0 if decoding else workspace", "not in what `mended` returns"),
+        ("mended = step", "the profile did not make"),
+    ]
+}
+
+
+def printed(notebook: str, mend: str) -> str:
+    """What the notebook's check prints for a mend, after the cell with the faulty lines has run."""
+    (path,) = NOTEBOOKS.glob(f"{notebook}_*.ipynb")
+    cells = nbformat.read(path, as_version=4).cells
+    title = next(at for at, cell in enumerate(cells) if "## In a few lines" in cell.source)
+    faulty = next(cell.source for cell in cells[title:] if cell.cell_type == "code")
+    check = ast.parse(next(cell.source for cell in cells if "<- not yet" in cell.source))
+    at = next(n for n, node in enumerate(check.body) if isinstance(node, ast.FunctionDef))
+    check.body[at : at + 1] = ast.parse(mend).body
+    names: dict[str, object] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(faulty, names)
+        out.truncate(out.seek(0))
+        exec(compile(check, path.name, "exec"), names)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(("notebook", "mend"), [(name, mend) for name in RIGHT for mend in RIGHT[name]])
+def test_right_mend_passes(notebook, mend):
+    assert "not yet" not in printed(notebook, mend)
+
+
+@pytest.mark.parametrize(("notebook", "mend", "hint"), [(n, *case) for n in WRONG for case in WRONG[n]])
+def test_wrong_mend_gets_a_hint(notebook, mend, hint):
+    _, refused, why = printed(notebook, mend).partition("<- not yet: ")
+    assert refused
+    assert hint in why
