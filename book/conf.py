@@ -50,6 +50,7 @@ html_theme = "sphinx_book_theme"
 html_context = {"default_mode": "auto"}
 html_static_path = ["_static"]
 html_css_files = ["book.css"]
+html_js_files = ["book.js"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {

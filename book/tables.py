@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import itables
@@ -18,9 +19,22 @@ from itables.javascript import generate_init_offline_itables_html
 from markdown_it import MarkdownIt
 from sphinx.application import Sphinx
 
-from staleproof.triage import table
+from staleproof.triage import judge, table
+from staleproof.triage.facts import Facts
 
 MARKDOWN = MarkdownIt("commonmark")
+# For DataTables a word that begins with an exclamation mark must not occur. Here people search for "!!!!".
+LITERAL = """function () {
+  const table = this.api(), box = table.table().container();
+  if (box.dataset.literal) return;
+  box.dataset.literal = true;
+  const search = (event) => {
+    if (!event.target.matches(".dt-search input")) return;
+    event.stopPropagation();
+    table.search(event.target.value.replace(/(^| )(![^ ]*)/g, '$1"$2"')).draw();
+  };
+  for (const name of ["input", "keyup", "paste", "cut", "search"]) box.addEventListener(name, search, true);
+}"""
 SEARCH_ONLY = {"topStart": "search", "topEnd": None, "bottomStart": "info", "bottomEnd": None}
 
 
@@ -42,13 +56,60 @@ def drawn(frame: pd.DataFrame, classes: str, **options: Any) -> str:
         showIndex=False,
         connected=False,
         maxBytes=0,
+        drawCallback=itables.JavascriptFunction(LITERAL),
         **options,
     )
 
 
+def chapter(row: table.Row, root: str = "") -> str:
+    """A link to what to do in production, in the row's chapter; ``root`` is the way to the first page."""
+    page = row.notebook.removesuffix(".ipynb")
+    return f'<a href="{root}notebooks/{page}.html#in-production">{row.notebook[:2]}</a>'
+
+
+# What people type; `staleproof diagnose` knows which rows a model or a GPU rules out.
+TYPED = {
+    "model": "mla moe hybrid dense deepseek-r1 deepseek-v3 kimi-k2 kimi-linear glm-5 qwen3-next qwen3.5-27b "
+    "qwen3-30b-a3b jamba nemotron-h gpt-oss-120b llama-3.3-70b mixtral-8x7b minimax-m2",
+    "gpu": "a100 l40s h100 h200 gh200 b200 gb200 b300 hopper blackwell mi300x rocm cpu",
+}
+
+
+@cache
+def not_ruled_out() -> Mapping[str, set[str]]:
+    """Model or GPU -> keys of the rows that it does not rule out."""
+    found = {}
+    for fact, words in TYPED.items():
+        for word in words.split():
+            facts = Facts()
+            facts.learn(fact, word, "typed")
+            found[word] = {one.row.key for one in judge.judge_all(facts) if one.status != judge.AGAINST}
+    return found
+
+
+def searched(row: table.Row) -> dict[str, str]:
+    """What a search looks at and nobody sees: each release with the defect, and words for the row."""
+    says = [f"{symptom} {table.symptoms()[symptom]['says']}" for symptom in row.symptoms]
+    names = [name for name, keys in not_ruled_out().items() if row.key in keys]
+    releases = " ".join(f"v{name}" for name in row.releases)
+    return {"releases": releases, "words": " ".join([row.key, row.incident, *says, *names])}
+
+
+def asked() -> dict[str, str]:
+    """The words of the search field."""
+    known = [*table.probes()]
+    return {
+        "search": "Release, model, GPU or symptom:",
+        "searchPlaceholder": "0.18.1 oom",
+        "info": "_TOTAL_ rows",
+        "infoEmpty": "0 rows",
+        "infoFiltered": "of _MAX_",
+        "zeroRecords": f"None of these rows. Releases that were read: {known[0]} to {known[-1]}.",
+    }
+
+
 def symptoms() -> str:
     """A row a symptom. The search looks at symptoms and at a hidden column with every release that has it."""
-    known = [*table.probes()]
     rows = [
         {
             "What you see": f"{inline(row.see)}<details><summary>not this, and how to confirm</summary>"
@@ -56,41 +117,44 @@ def symptoms() -> str:
             f"Control: {inline(row.control)}</details>",
             "Do now": inline(row.do),
             "vLLM": row.affected,
-            "Chapter": f'<a href="notebooks/{row.notebook.removesuffix(".ipynb")}.html#in-production">'
-            f"{row.notebook[:2]}</a>, {row.grade}",
-            "releases": " ".join(f"v{name}" for name in row.releases),
-            "words": f"{row.key} {row.incident} {' '.join(row.symptoms)}",
+            "Chapter, evidence": f"{chapter(row)}, {row.grade}",
+            **searched(row),
         }
         for row in table.rows()
     ]
-    return drawn(
+    shown = drawn(
         pd.DataFrame(rows),
         "symptoms",
         autoWidth=False,
         paging=False,
         ordering=False,
         layout=SEARCH_ONLY,
-        language={
-            "search": "Release, model, GPU or symptom:",
-            "searchPlaceholder": "0.18.1 oom",
-            "info": "_TOTAL_ rows",
-            "infoEmpty": "",
-            "infoFiltered": "of _MAX_",
-            "zeroRecords": f"None of these rows. Releases that were read: {known[0]} to {known[-1]}.",
-        },
+        language=asked(),
         columnDefs=[{"targets": [1, 2, 3], "searchable": False}, {"targets": [4, 5], "visible": False}],
     )
+    return f"{shown}<p>{inline(table.CAPTION)}</p>"
 
 
 def releases() -> str:
     """A row a symptom, a column a release: a dot where the release has the defect."""
     known = [*table.probes()]
     rows = [
-        {"What you see": f"{inline(row.see)} ({row.notebook[:2]})"}
-        | {name.removeprefix("0."): "&#9679;" if name in row.releases else "" for name in known}
+        {"What you see": f"{inline(row.see)} ({chapter(row, '../')})"}
+        | {name: "&#9679;" if name in row.releases else "" for name in known}
+        | searched(row)
         for row in table.rows()
     ]
-    return drawn(pd.DataFrame(rows), "releases", paging=False, ordering=False, layout=SEARCH_ONLY)
+    hidden = [len(known) + 1, len(known) + 2]
+    return drawn(
+        pd.DataFrame(rows),
+        "releases",
+        autoWidth=False,
+        paging=False,
+        ordering=False,
+        layout=SEARCH_ONLY,
+        language=asked(),
+        columnDefs=[{"targets": hidden, "visible": False}],
+    )
 
 
 def _directive(make: Callable[[], str]) -> type[Directive]:
