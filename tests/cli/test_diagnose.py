@@ -144,6 +144,12 @@ def test_json_says_what_the_text_says(capsys):
     assert open_answer["next"][0].startswith("start two replicas")
 
 
+def test_the_watch_is_advised_only_for_releases_that_it_knows(capsys):
+    for version, advised in (("0.18.1", False), ("0.20.0", True), ("0.22.1", True)):
+        text = diagnose(capsys, "--symptom", "nan", "--version", version, "--model", "mla")
+        assert ("STALEPROOF_WATCH" in text.partition("next (nan)")[2]) == advised
+
+
 def test_the_whole_table(capsys):
     assert "Accuracy drops with uptime" in diagnose(capsys, "--table")
     for other in (["--json"], ["-v"], ["--version", "0.18.1"], ["--symptom", "nan"], [str(OOM)]):

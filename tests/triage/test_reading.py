@@ -120,7 +120,8 @@ def test_the_first_line_that_says_what_went_wrong_decides():
     ("version", "releases", "note"),
     [
         ("0.18.1+cu129", ("0.18.1",), ""),
-        ("v0.18", ("0.18.1",), ""),
+        ("v0.18.1", ("0.18.1",), ""),
+        ("v0.18", ("0.18.1",), "v0.18 is read as 0.18.1, the last release of its series"),
         ("0.29.1rc1.dev210+gb443c1c", ("0.29.0", "0.30.0"), "both 0.29.0 and 0.30.0"),
         ("0.18.1+mine", ("0.18.1",), "taken for 0.18.1"),
         ("0.15.1", (), "outside of 0.16.0 to 0.33.0"),

@@ -14,8 +14,8 @@ from made_up import planted
 
 from staleproof.vllm import releases, watch_hooks
 from staleproof.vllm.sources import PatchError, Sources, numbers
-from staleproof.vllm.watch import Settings
-from staleproof.vllm.watch_hooks import OLDEST, Hooks
+from staleproof.vllm.watch import OLDEST, Settings
+from staleproof.vllm.watch_hooks import Hooks
 
 KNOWN = [name for name in releases.table() if numbers(name) >= numbers(OLDEST)]
 

@@ -12,6 +12,8 @@ from staleproof.triage.judge import AGAINST, MEASURED, OPEN, UNLESS, Judgement
 from staleproof.triage.table import Row, plain, symptoms
 from staleproof.triage.text import wrapped
 from staleproof.vllm import status
+from staleproof.vllm.sources import numbers
+from staleproof.vllm.watch import OLDEST
 
 # How many further rows are named.
 SHOWN = 3
@@ -92,10 +94,17 @@ def as_json(facts: Facts, found: Sequence[Judgement]) -> str:
         "ask": [judge.option(name) for name in judge.deciding(facts, found) if not facts.server],
         "looks_like": {"says": other, "by": where} if other and not facts.server else None,
         "known_there_as": judge.elsewhere(facts),
-        "next": [symptoms()[symptom]["next"] for symptom in facts.symptoms],
+        "next": [_next(symptom, facts) for symptom in facts.symptoms],
         "rows": [_as_dict(one, facts, one is found[0]) for one in found if not facts.server],
     }
     return json.dumps(answer, indent=1, ensure_ascii=False)
+
+
+def _next(symptom: str, facts: Facts) -> str:
+    """The next step for a symptom; the watch only where it may run."""
+    of = symptoms()[symptom]
+    runs = not facts.releases or numbers(facts.releases[-1]) >= numbers(OLDEST)
+    return ". ".join([of["next"], *([of["watch"]] if runs and "watch" in of else [])])
 
 
 def _as_dict(one: Judgement, facts: Facts, first: bool) -> dict[str, Any]:
@@ -170,7 +179,7 @@ def _parts(facts: Facts, found: Sequence[Judgement], verbose: bool) -> Iterator[
     yield "", ""
     yield from _further(facts, found[first.leads :], "not ruled out:" if other else "may fit:")
     if not first.leads:
-        yield from ((f"next ({name}): ", symptoms()[name]["next"]) for name in facts.symptoms)
+        yield from ((f"next ({name}): ", _next(name, facts)) for name in facts.symptoms)
     if verbose:
         yield from _against(found)
     elif first.alive:

@@ -94,7 +94,8 @@ class Facts:
         self.traits[name], self.origin[name] = there, origin
 
     def _learn_version(self, word: str, origin: str) -> None:
-        name = releases.last_of_series(word.removeprefix("vllm").strip(" =-"))
+        given = word.removeprefix("vllm").strip(" =-")
+        name = releases.last_of_series(given)
         if not numbers(name):
             self.notes.append(f"{origin}: {word} is not a release; answered without it")
             return
@@ -118,6 +119,8 @@ class Facts:
             note += f"rows that both {found[0]} and {found[1]} lack are ruled out"
         if kind is not None and self.known.get("version") != name:
             self.notes.append(note)
+        if name != given.removeprefix("v"):
+            self.notes.append(f"{origin}: {given} is read as {name}, the last release of its series")
         self.releases = tuple(one for one in found if one is not None)
         self.known["version"], self.origin["version"] = name, origin
 

@@ -303,7 +303,7 @@ def markdown(chapter: Callable[[Row], str]) -> str:
     """
     lines = [["What you see", "Do now", "Chapter"], ["---"] * 3]
     for row in rows():
-        see = f"{row.see}. vLLM {row.affected}."
+        see = f"{row.see}. vLLM {row.affected}. (`{row.key}`)"
         lines.append([see, row.do, f"[{row.notebook[:2]}]({chapter(row)}), {row.grade}"])
     text = "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
     return f"{text}\n\n{CAPTION}"

@@ -24,8 +24,8 @@ from staleproof.vllm.plugin import (
 )
 from staleproof.vllm.releases import last_of_series, release, table
 from staleproof.vllm.sources import PatchError, installed, numbers
+from staleproof.vllm.watch import OLDEST, settings
 from staleproof.vllm.watch import _number as number
-from staleproof.vllm.watch import settings
 
 GROUP, NAME = "vllm.general_plugins", "staleproof"
 MISSING = f"no entry point {NAME} in {GROUP} is installed"
@@ -63,9 +63,6 @@ def unwatched(version: str = "") -> str | None:
             return f"{WATCH}: expected 1, on or true, got {said!r}"
     except PatchError as error:
         return str(error)
-    # Imports torch.
-    from staleproof.vllm.watch_hooks import OLDEST
-
     known = numbers(version)
     return f"{WATCH} needs vLLM {OLDEST} or later" if known and known < numbers(OLDEST) else None
 

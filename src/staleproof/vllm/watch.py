@@ -32,6 +32,8 @@ VARIABLE, PORT, STAGES, LAYERS, STEPS = (
 ROW_STAGES = ("attention", "router", "experts")
 KNOWN = (*ROW_STAGES, "blocks", "memory", "published")
 DEFAULT_PORT = 9464
+# The first release with the functions that the watch hooks. The last that was read is the last of the table.
+OLDEST = "0.20.0"
 # Seconds between two copies of the counts.
 INTERVAL_S = 0.5
 # Steps whose requests are remembered, so that the first bad row can be named; and requests named in a line.

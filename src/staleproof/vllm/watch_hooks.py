@@ -22,10 +22,8 @@ from staleproof.vllm.releases import table
 from staleproof.vllm.sources import PatchError, numbers
 from staleproof.vllm.sources import installed as vllm_installed
 from staleproof.vllm.standing import registry
-from staleproof.vllm.watch import OWNER, Settings, Watch, read_settings
+from staleproof.vllm.watch import OLDEST, OWNER, Settings, Watch, read_settings
 
-# The first release with these functions. The last that was read is the last of the table.
-OLDEST = "0.20.0"
 RUNNER, RUNNER_V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 SCHEDULED = "self", "scheduler_output"
 EXECUTE = "GPUModelRunner.execute_model"
