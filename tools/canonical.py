@@ -21,8 +21,8 @@ METADATA = {
 # Left out: its model id is random, and without the widget's state, which is not stored, it shows nothing.
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
-# What JupyterLab folds, by tag: the source of an exercise's answer; all of a cell that answers a prediction, or
-# its output if the source gives nothing away (in the book that takes ``hide-output`` too).
+# What JupyterLab folds, by tag: the source of an exercise's answer; all of a cell that answers a prediction,
+# or its output if the source gives nothing away (in the book that takes ``hide-output`` too).
 FOLDED = {
     "answer": {"source_hidden": True},
     "hide-cell": {"outputs_hidden": True, "source_hidden": True},
