@@ -13,6 +13,7 @@ from staleproof.vllm import plugin, watch_hooks
 from staleproof.vllm import watch as watches
 from staleproof.vllm.sources import PatchError
 from staleproof.vllm.watch import SPAN, Settings, Watch, settings
+from staleproof.vllm.watch_blocks import ATTENTION, Blocks
 from staleproof.vllm.watch_hooks import Hooks
 
 DEVICE = devices.select()
@@ -110,6 +111,25 @@ def test_the_first_row_of_each_kind_is_logged_once_with_its_request(watch, caplo
             "computed, no canary, request c of batch a, b, c"
         ),
     ]
+
+
+def test_first_live_row_names_the_blocks_it_read_and_who_wrote_them(watch, caplog):
+    blocks = Blocks([ATTENTION], [4])
+    blocks.step(new=[("a", [[1, 2]], 0, 8)], number=1)
+    # b hits a's first block, and gets its second one anew.
+    blocks.step(new=[("b", [[1, 2]], 4, 2)], ended=["a"], number=2)
+    watch.read_by = blocks.owners.read_by
+    for bad in ((), (1,), (1,)):
+        watch.begin_step(2)
+        watch.name_requests(["b"], {"b": 2})
+        watch.observe("attention", "layers.1", rows_with(*bad))
+    assert watch.first_live() == ", first bad: attention of layers.1 in step 2"
+    assert caplog.messages[-1].endswith("; it read blocks 1 of a (step 1); 2 of itself (steps 2 to now)")
+    assert [len(part.blocks) for part in watch.bad_blocks] == [1, 1]
+    # Only what comes later is news then.
+    assert watch.first_live() == ""
+    watch.observe("experts", "layers.2", rows_with(0))
+    assert watch.first_live() == ", first bad: experts of layers.2 in step 3"
 
 
 @pytest.mark.parametrize(("requests", "more"), [(8, ""), (12, " and 4 more")])

@@ -8,6 +8,7 @@ import pytest
 from staleproof.evidence.tenancy import STALE, TenancyLog
 from staleproof.vllm import watch_blocks
 from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
+from staleproof.vllm.watch_owners import text
 
 SIZE = 4
 
@@ -111,6 +112,54 @@ def test_the_count_is_the_tenancy_logs(seed):
         blocks.step(new, more, ended, zeroed)
     assert found > 50
     assert sum(blocks.stale.values()) == found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_owners_are_the_last_writers_of_each_block(seed):
+    """Against a record of each token's write: who was the last, and that its step lies in the named ones."""
+    blocks, last, tables, lengths, foreign = Blocks([ATTENTION], [SIZE]), {}, {}, {}, 0
+    for number, (new, more, ended, zeroed) in enumerate(traffic(random.Random(seed), 300), 1):
+        for name in ended:
+            del tables[name], lengths[name]
+        last.update(dict.fromkeys(zeroed, ("", number)))
+        grown = {name: ids for name, (ids,), *_ in more}
+        for name in [name for name in lengths if name in grown or lengths[name] % SIZE]:
+            tables[name] += grown.get(name, [])
+            last[tables[name][lengths[name] // SIZE]] = name, number
+            lengths[name] += 1
+        for name, (ids,), _, tokens in new:
+            tables[name], lengths[name] = [*ids], tokens
+            last.update(dict.fromkeys(ids, (name, number)))
+        blocks.step(new, more, ended, zeroed, number)
+        for name, table in tables.items():
+            parts = blocks.owners.read_by(name, number)
+            assert [block for part in parts for block in part.blocks] == table
+            for part in parts:
+                steps = [last[block][1] for block in part.blocks]
+                assert {last[block][0] for block in part.blocks} == {part.owner}
+                assert part.first <= min(steps) <= max(steps) <= (part.last or number)
+                foreign += part.owner != name
+    assert foreign == 0, "without hits a request reads what it wrote"
+
+
+def test_owners_of_a_hit_a_draft_and_an_earlier_step():
+    blocks = Blocks([ATTENTION, STATE], [SIZE, SIZE])
+    blocks.step(new=[("a", [[1, 2], [3]], 0, 2 * SIZE)], number=1)
+    # b hits a block of a. It gets one that was a's state, and one more for drafts that do not reach it.
+    blocks.step(new=[("b", [[1, 3, 4], [5]], SIZE, 2)], ended=["a"], number=4)
+    owner = {
+        step: [
+            (part.blocks, part.owner, part.kind, part.first, part.last)
+            for part in blocks.owners.read_by("b", step)
+        ]
+        for step in (3, 4, 5)
+    }
+    assert owner[3] == []
+    hit, own = ((1,), "a", ATTENTION, 1, 1), ((3,), "b", ATTENTION, 4, None)
+    assert owner[4] == [hit, own, ((4,), "", "", 0, 0)]
+    assert owner[5] == [hit, ((3, 4), "b", ATTENTION, 4, None)]
+    blocks.step(new=[("c", [[1, 2], [6]], SIZE, 1)], ended=["b"], zeroed=[2], number=9)
+    assert text(blocks.owners.read_by("c", 9), "c") == "1 of a (step 1); 2 of itself (steps 9 to now)"
 
 
 def test_what_vllm_says_is_taken_in():

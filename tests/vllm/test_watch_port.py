@@ -23,6 +23,7 @@ from staleproof.vllm.standing import registry
 from staleproof.vllm.watch import Reading, Settings, Watch
 from staleproof.vllm.watch_blocks import ATTENTION, STATE, Blocks
 from staleproof.vllm.watch_memory import Memory
+from staleproof.vllm.watch_owners import Part
 
 pytest.importorskip("prometheus_client")
 
@@ -62,7 +63,10 @@ def test_a_scrape_has_what_was_counted(url):
 def test_a_scrape_has_each_count_that_arrived_and_its_age(monkeypatch, at, age):
     place = "router", "a"
     latest = Reading(8, 2, {place: (1, 2)}, {place: (3, 4)}, {"a": (5, 6)}, {place: 7}, at)
-    watch = Space(latest=latest, settings=Settings(layers=3, steps=4), steps=9)
+    read = [Part((4, 5), "a", "attention", 1, 3), Part((7,), "b", "attention", 4, None)]
+    watch = Space(
+        latest=latest, settings=Settings(layers=3, steps=4), steps=9, bad_request="b", bad_blocks=read
+    )
     monkeypatch.setattr(watch_port, "time", Space(monotonic=lambda: 100.0))
     assert {
         family.name: [(*sample.labels.values(), sample.value) for sample in family.samples]
@@ -77,6 +81,10 @@ def test_a_scrape_has_each_count_that_arrived_and_its_age(monkeypatch, at, age):
         "staleproof_begun_steps": [(9,)],
         "staleproof_reading_age_seconds": [(age,)],
         "staleproof_sample": [("layers", 3), ("steps", 4)],
+        "staleproof_bad_row_blocks": [
+            ("b", "4-5 of a (steps 1 to 3)", 2),
+            ("b", "7 of itself (steps 4 to now)", 1),
+        ],
     }
 
 

@@ -13,10 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from staleproof.vllm.hooks import logger
 from staleproof.vllm.sources import PatchError
+from staleproof.vllm.watch_owners import Part, text
 
 if TYPE_CHECKING:
     import torch
@@ -159,6 +161,8 @@ class Watch:
         self._host = torch.empty_like(self.board.numbers, device="cpu", pin_memory=self._on_gpu)
         self._arrived: torch.cuda.Event | None = torch.cuda.Event() if self._on_gpu else None
         self._recent: deque[tuple[int, Sequence[str], Mapping[str, int]]] = deque(maxlen=REMEMBERED)
+        # Gives the blocks that a request reads in a step, by who wrote them last.
+        self.read_by: Callable[[str, int], list[Part]] | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -172,6 +176,9 @@ class Watch:
         self._due = 0.0
         self._latest = Reading()
         self._reported: set[str] = set()
+        # The request of the first bad live row, and the blocks that it read.
+        self.bad_request = ""
+        self.bad_blocks: list[Part] = []
         # What the device was told last: the number of a step, and its live rows.
         self._device_step = self._tokens = 0
         # First and last step that ran under one number.
@@ -321,28 +328,52 @@ class Watch:
         stage, layer = next(key for key, at in self._slots.items() if at == slot)
         last = next((span[1] for span in self._spans if span[0] == step), step)
         # It was there when the counts were copied.
-        last = min(last, self._latest.steps)
+        last = max(step, min(last, self._latest.steps))
+        owner, who = self._owner(step, row), self._who(step, row)
+        if rows == LIVE and owner and self.read_by is not None:
+            self.bad_request, self.bad_blocks = owner, self.read_by(owner, last)
+            who += f"; it read blocks {text(self.bad_blocks, owner)}"
         logger.warning(
             "staleproof: first %s row with NaN or Inf: step %d%s, %s of %s, row %d, %s%s",
             rows, step, f" to {last}" if last > step else "", stage, layer, row,
-            "canary: nobody wrote it" if canary else "computed, no canary",
-            self._who(step, row),
+            "canary: nobody wrote it" if canary else "computed, no canary", who,
         )  # fmt: skip
+
+    def first_live(self) -> str:
+        """Where a live row was bad first since the last call, in words; empty if none was.
+
+        Waits for the device. :mod:`staleproof.vllm.contain` calls it, once a step with a bad request.
+        """
+        from staleproof.evidence.board import NEVER, crossing
+
+        packed = int(self.board.numbers[-1])
+        self._report(LIVE, packed)
+        first = crossing(packed)
+        if first is None:
+            return ""
+        self.board.numbers[-1] = NEVER
+        stage, layer = next(key for key, at in self._slots.items() if at == first[1])
+        return f", first bad: {stage} of {layer} in step {first[0]}"
+
+    def _batch(self, step: int) -> tuple[Sequence[str], Mapping[str, int]]:
+        """The requests of a step in their order, and tokens of each, if they are known."""
+        return next((known[1:] for known in self._recent if known[0] == step), ((), {}))
+
+    def _owner(self, step: int, row: int) -> str:
+        """The request of a row; empty if it is not known."""
+        requests, tokens = self._batch(step)
+        ends = accumulate(tokens.get(request, 0) for request in requests)
+        return next((request for request, end in zip(requests, ends, strict=True) if row < end), "")
 
     def _who(self, step: int, row: int) -> str:
         """The request of a row, and those of its batch; empty if they are not known."""
-        _, requests, tokens = next((known for known in self._recent if known[0] == step), (0, (), {}))
+        requests, _ = self._batch(step)
         if not requests:
             return ""
-        owner, end = None, 0
-        for request in requests:
-            end += tokens.get(request, 0)
-            if row < end:
-                owner = request
-                break
+        owner = self._owner(step, row)
         more = f" and {len(requests) - NAMED} more" if len(requests) > NAMED else ""
         batch = f"batch {', '.join(requests[:NAMED])}{more}"
-        return f", {batch}" if owner is None else f", request {owner} of {batch}"
+        return f", request {owner} of {batch}" if owner else f", {batch}"
 
     def reset(self) -> None:
         """Forget all counts: those of the profile and of warm-up runs are nobody's."""

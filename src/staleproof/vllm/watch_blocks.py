@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from staleproof.vllm.watch_owners import Owners
+
 ATTENTION, STATE = "attention", "state"
 # vLLM's placeholder where a request needs no block; it is nobody's.
 NULL = 0
@@ -30,6 +32,7 @@ class Blocks:
 
     Attributes:
         stale: (written as, read as) -> blocks; the kinds of the groups of the earlier and the new owner.
+        owners: who wrote each block last.
 
     >>> blocks = Blocks([ATTENTION], [16])
     >>> blocks.step(new=[("a", [[4]], 0, 16)])
@@ -41,6 +44,7 @@ class Blocks:
     def __init__(self, kinds: Sequence[str], sizes: Sequence[int]) -> None:
         self.kinds, self.sizes = list(kinds), list(sizes)
         self.stale: Counter[tuple[str, str]] = Counter()
+        self.owners = Owners()
         # What can be: nothing reads a state before it is written.
         self.pairs = [(kind, ATTENTION) for kind in dict.fromkeys(kinds) if ATTENTION in kinds]
         # Block -> kind of the group that wrote it last.
@@ -54,6 +58,7 @@ class Blocks:
         more: Iterable[tuple[str, Sequence[Sequence[int]], int, int]] = (),
         ended: Iterable[str] = (),
         zeroed: Iterable[int] = (),
+        number: int = 0,
     ) -> None:
         """Take in what the scheduler decided for one step.
 
@@ -63,23 +68,28 @@ class Blocks:
             more: requests that got further blocks: name, the new ids, tokens computed, tokens of this step.
             ended: requests that have ended since the last step.
             zeroed: blocks that are zeroed before the step.
+            number: of the step.
         """
         for name in ended:
             self._held.pop(name, None)
+            self.owners.ended(number, name)
+        self.owners.zeroed(number, zeroed := [*zeroed])
         for block in zeroed:
             self._written.pop(block, None)
         for name, groups, computed, tokens in new:
             self._held[name] = [0] * len(groups)
-            self._given(name, groups, computed, tokens, first=computed)
+            self.owners.begins(number, name)
+            self._given(number, name, groups, computed, tokens, first=computed)
         for name, groups, computed, tokens in more:
-            self._given(name, groups, computed, tokens, first=0)
+            self._given(number, name, groups, computed, tokens, first=0)
 
     def _given(
-        self, name: str, groups: Sequence[Sequence[int]], computed: int, tokens: int, first: int
+        self, number: int, name: str, groups: Sequence[Sequence[int]], computed: int, tokens: int, first: int
     ) -> None:
         held = self._held.setdefault(name, [0] * len(groups))
         for group, ids in enumerate(groups[: len(self.kinds)]):
             kind, size = self.kinds[group], self.sizes[group]
+            self.owners.given(number, name, group, kind, size, ids, computed, tokens)
             if kind != ATTENTION:
                 # A state is written as a whole, and read only after that.
                 self._written.update(dict.fromkeys(ids, kind))
@@ -96,8 +106,8 @@ class Blocks:
                 self._written[block] = kind
             held[group] += len(ids)
 
-    def scheduled(self, output: Any) -> None:
-        """Take in a ``SchedulerOutput`` of vLLM."""
+    def scheduled(self, output: Any, number: int = 0) -> None:
+        """Take in a ``SchedulerOutput`` of vLLM, and the number of its step."""
         cached = output.scheduled_cached_reqs
         given = cached.new_block_ids
         zeroed = getattr(output, "new_block_ids_to_zero", None) or ()
@@ -113,7 +123,7 @@ class Blocks:
                 name = cached.req_ids[at]
                 one = name, groups, cached.num_computed_tokens[at], tokens.get(name, 0)
                 (new if name in cached.resumed_req_ids else more).append(one)
-        self.step(new, more, output.finished_req_ids, zeroed)
+        self.step(new, more, output.finished_req_ids, zeroed, number)
 
 
 def of(kv_cache_config: Any) -> Blocks:

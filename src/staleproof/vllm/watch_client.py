@@ -115,6 +115,11 @@ def table(samples: list[Sample]) -> Any:
     notes = ["; ".join(patches) or "no patch"]
     if (count := canaries(samples)) > 0:
         notes.append(f"{count} bad rows hold a canary: nobody wrote them")
+    notes += [
+        f"the first bad live row's request {s.labels['request']} read blocks {s.labels['blocks']}"
+        for s in samples
+        if s.name == "bad_row_blocks"
+    ]
     stale = [s for s in samples if s.name == "stale_blocks_read"]
     notes += [
         f"{s.value:.0f} blocks of {s.labels['written_as']} read as {s.labels['read_as']} before written"

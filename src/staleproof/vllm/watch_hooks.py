@@ -101,6 +101,8 @@ class Hooks:
         """Before ``Worker.initialize_from_config``: the groups of the KV cache are known now."""
         if "blocks" in self.settings.stages:
             self.blocks = watch_blocks.of(argument(args, kwargs, 1, "kv_cache_config"))
+            if self.watch is not None:
+                self.watch.read_by = self.blocks.owners.read_by
 
     def ready(self, result: Any, args: Arguments, kwargs: Keywords) -> Any:
         """After ``Worker.compile_or_warm_up_model``: forget what warm-up runs counted; open the port."""
@@ -166,7 +168,7 @@ class Hooks:
                 or output.finished_req_ids
                 or getattr(output, "new_block_ids_to_zero", None)
             ):
-                blocks.scheduled(output)
+                blocks.scheduled(output, watch.steps + 1)
         if tokens := output.total_num_scheduled_tokens:
             # A decode step of as many requests as the last one, and none came, ended or was set aside.
             requests, self._requests = self._requests, len(output.num_scheduled_tokens)

@@ -97,6 +97,13 @@ class Collector:
             stale = {**dict.fromkeys(self.blocks.pairs, 0), **self.blocks.stale}
             text = "KV blocks read while they held bytes of another request"
             yield _counter("stale_blocks_read", text, [*stale.items()], "written_as", "read_as")
+        if self.watch.bad_blocks:
+            read = [
+                ((self.watch.bad_request, part.text(self.watch.bad_request)), len(part.blocks))
+                for part in self.watch.bad_blocks
+            ]
+            text = "KV blocks that the request of the first bad live row read, by who wrote them last"
+            yield _gauge("bad_row_blocks", text, read, "request", "blocks")
         if self.memory is not None:
             owners = [((owner,), count) for owner, count in self.memory.latest.items()]
             yield _gauge("unprofiled_bytes", "Memory that the profile run did not see", owners, "owner")
