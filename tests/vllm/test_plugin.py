@@ -260,7 +260,7 @@ def test_a_broken_watch_takes_no_patch_along(applied, caplog, monkeypatch, tmp_p
         ("a", planted, None),
         ("a, b", planted, "b is refused (applying it failed: RuntimeError: planted)"),
         ("c", planted, "c is refused (needs b, which stepped back)"),
-        ("mla", lambda: None, "mla is no patch (known: a, b, c, d)"),
+        ("mla", lambda: None, "mla is no patch (known: a, b, c, d, contain, poison)"),
     ],
 )
 def test_vllm_does_not_start_without_what_is_required(applied, monkeypatch, require, fails, said):

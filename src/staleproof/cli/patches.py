@@ -32,10 +32,15 @@ def patches(
     of that release are read; 0.18 stands for the last release of that series. With --live a server says
     what stands in all its processes: its port is STALEPROOF_PORT, or that of its watch.
 
+    Two more are off unless their variable asks for them; --explain describes them too. poison
+    (STALEPROOF_POISON=kv) makes a rare stale read certain: on one replica, for an hour, then read the
+    counters. contain (STALEPROOF_CONTAIN=1) ends a request whose logits are NaN or Inf, alone.
+
     \b
     Examples:
       staleproof patches --version 0.18.1
       staleproof patches --explain mla_padding
+      staleproof patches --explain poison
       staleproof patches --live localhost:9464
       staleproof patches --json
 

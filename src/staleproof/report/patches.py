@@ -6,7 +6,7 @@ import json
 
 from staleproof.triage.text import wrapped
 from staleproof.vllm.patches import NOTEBOOKS
-from staleproof.vllm.plugin import REFUSED, patches
+from staleproof.vllm.plugin import REFUSED, on_request, patches
 from staleproof.vllm.sources import PatchError
 from staleproof.vllm.status import Answer
 
@@ -109,9 +109,10 @@ def explanation(name: str, width: int | None = None) -> str:
     >>> print(explanation("scale_padding").splitlines()[0])
     scale_padding: allocates swizzled FP4 scales zeroed
     """
-    if name not in patches():
-        raise PatchError(f"unknown patch {name!r}; known: {', '.join(patches())}")
-    patch = patches()[name]
+    known = patches() | on_request()
+    if name not in known:
+        raise PatchError(f"unknown patch {name!r}; known: {', '.join(known)}")
+    patch = known[name]
     spans = ", ".join(f"{first} to {last}" for first, last in patch.versions)
     cache = (
         "the patch is a factor of vLLM's compile-cache key: each state has graphs of its own"
@@ -126,7 +127,7 @@ def explanation(name: str, width: int | None = None) -> str:
         "cost": [patch.cost],
         "needs": [", ".join(patch.requires)] if patch.requires else [],
         "cache": [cache],
-        "notebook": [f"notebooks/{NOTEBOOKS[patch.incident]}"],
+        "notebook": [f"notebooks/{NOTEBOOKS[patch.incident]}"] if patch.incident in NOTEBOOKS else [],
     }
     lines = [*wrapped(f"{name}: {patch.summary}", width, "", "  "), "", *wrapped(patch.mechanism, width), ""]
     for field, entries in fields.items():

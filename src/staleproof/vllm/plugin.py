@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from staleproof.vllm import backend, live, process
+from staleproof.vllm import backend, contain, live, poison, process
 from staleproof.vllm.hooks import out_of_service, warn_once
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.patches import NOTEBOOKS
@@ -59,9 +59,18 @@ class Choice:
     forced: frozenset[str]
 
 
+# What is off unless its own variable asks for it. Contain comes first: it zeroes, then the other one fills.
+ON_REQUEST = (contain, poison)
+
+
+def on_request() -> dict[str, Patch]:
+    """Return the patches of :data:`ON_REQUEST` by name."""
+    return {module.NAME: module.PATCH for module in ON_REQUEST}
+
+
 @cache
 def patches() -> dict[str, Patch]:
-    """Return every patch by name.
+    """Return every patch by name, but for those of :data:`ON_REQUEST`.
 
     >>> [name for name, patch in patches().items() if patch.traced]
     ['topk_nan', 'topk_nan_bias', 'hash_topk_nan', 'scale_padding']
@@ -246,13 +255,14 @@ def register() -> None:
     here = live.Here()
     try:
         try:
-            here.incidents = {patch.name: patch.incident for patch in patches().values()}
+            here.incidents = {patch.name: patch.incident for patch in (patches() | on_request()).values()}
             _apply(here)
         except (Exception, SystemExit) as error:
             reason = str(error) if isinstance(error, PatchError) else f"{type(error).__name__}: {error}"
             stands = f"{', '.join(here.names)} stand, no others" if here.names else "nothing is patched"
             warn_once(reason if isinstance(error, PatchError) else f"{stands}: {reason}")
-            here.decided |= {name: (REFUSED, reason) for name in here.incidents if name not in here.names}
+            here.decided |= {name: (REFUSED, reason) for name in patches() if name not in here.names}
+        process.contained(lambda: _apply_on_request(here), "nothing is poisoned or contained")
         process.contained(lambda: _open(here), "the state of this server cannot be asked")
         if require:
             process.required(require, here.found(), here.incidents)
@@ -276,7 +286,7 @@ def _apply(here: live.Here) -> None:
     """
     if os.environ.get(VARIABLE, "").strip() == "none":
         process.say(f": off by {VARIABLE}")
-        here.decided |= dict.fromkeys(here.incidents, (process.OFF, f"{VARIABLE}=none"))
+        here.decided |= dict.fromkeys(patches(), (process.OFF, f"{VARIABLE}=none"))
         return
     choice = chosen(os.environ.get(VARIABLE))
     version, sources = installed()
@@ -308,6 +318,37 @@ def _apply(here: live.Here) -> None:
     summary = "; ".join(f"{state}: {', '.join(names)}" for state, names in by_state.items())
     process.say(f" on vLLM {version}: {summary}")
     process.watch(functools.partial(_ready, here))
+
+
+def _apply_on_request(here: live.Here) -> None:
+    """Apply what its own variable asks for. What cannot be is one line, and vLLM serves without it."""
+    required = (os.environ.get(process.REQUIRE) or "").split(",")
+    for module in ON_REQUEST:
+        patch = module.PATCH
+        try:
+            if not module.asked(os.environ):
+                if patch.name in map(str.strip, required):
+                    here.decided[patch.name] = process.OFF, f"{module.VARIABLE} does not ask for it"
+                continue
+            version, sources = installed()
+            of = base(version)
+            needed, why = patch.is_needed(sources)
+            state = WILL if needed else process.NOT_NEEDED
+            reason = _refusal(patch, of, sources, chosen("none"))
+            if needed and reason is not None:
+                state, why = REFUSED, reason
+            elif needed:
+                patch.apply(of.name)
+                here.names.append(patch.name)
+                if not here.version:
+                    process.watch(functools.partial(_ready, here))
+                here.version = version
+        except (Exception, SystemExit) as error:
+            patch.revert()
+            state, why = REFUSED, str(error) or type(error).__name__
+        if state != WILL:
+            here.decided[patch.name] = state, why
+            warn_once(f"{patch.name} is {state}: {why}")
 
 
 def _open(here: live.Here) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from staleproof.vllm import live
-from staleproof.vllm.plugin import patches
-from staleproof.vllm.standing import registry
+from staleproof.vllm.standing import SWITCHED, registry
 from staleproof.whole.load import Arrival
 
 
@@ -25,12 +24,16 @@ class Answer(NamedTuple):
         tokens: that it generated.
         cached: tokens of its prompt that came from the prefix cache.
         logprobs: of its tokens, of a model without a tokenizer.
+        reason: why it ended, e.g. ``length`` or ``error``.
+        message: beside the reason.
     """
 
     text: str
     tokens: tuple[int, ...]
     cached: int
     logprobs: tuple[float, ...] = ()
+    reason: str = ""
+    message: str = ""
 
     @property
     def nan(self) -> int:
@@ -76,7 +79,7 @@ class Engine:
             ends: whether an answer may end before its full length.
 
         Returns:
-            Name of a request -> its answer.
+            Name of a request that did not leave -> its answer.
         """
         from vllm import SamplingParams
 
@@ -94,6 +97,8 @@ class Engine:
                     # A name may come again in a later load.
                     prompt = {"prompt_token_ids": [*one.prompt]}
                     served.add_request(f"{one.name}-{self._loads}", prompt, sampling, priority=one.priority)
+            if gone := [f"{one.name}-{self._loads}" for one in load if one.leaves and step == one.leaves]:
+                served.abort_request(gone)
             for done in served.step():
                 if done.finished:
                     (out,) = done.outputs
@@ -101,7 +106,8 @@ class Engine:
                     logprobs = tuple(token[number].logprob for number, token in chosen)
                     name = done.request_id.rpartition("-")[0]
                     cached = done.num_cached_tokens or 0
-                    answers[name] = Answer(out.text, tuple(out.token_ids), cached, logprobs)
+                    ended = out.finish_reason, str(out.stop_reason or "")
+                    answers[name] = Answer(out.text, tuple(out.token_ids), cached, logprobs, *ended)
             step += 1
         return answers
 
@@ -147,11 +153,13 @@ def switch(off: Sequence[str]) -> None:
         file.unlink(missing_ok=True)
     until = time.monotonic() + 10 * live.BEAT_S
     while True:
-        now = {name for name in patches() if registry.is_switched_off(name)}
-        if now == wanted or (wanted and wanted < now):
+        off_now = {name for name in [*registry.patches] if registry.is_switched_off(name)}
+        by_file = {name for name in off_now if (registry.reason(name) or "").startswith(SWITCHED)}
+        # Others may be off because they need one of them.
+        if by_file <= wanted <= off_now:
             return
         if time.monotonic() > until:
-            raise RuntimeError(f"switched off: expected {sorted(wanted)}, got {sorted(now)}")
+            raise RuntimeError(f"switched off: expected {sorted(wanted)}, got {sorted(off_now)}")
         time.sleep(0.05)
 
 

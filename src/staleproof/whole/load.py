@@ -17,6 +17,7 @@ class Arrival:
         priority: 0 is the highest.
         at: the step before which it arrives.
         after: it arrives once this request has ended, if one is named.
+        leaves: the client goes away before this step; 0: it stays.
     """
 
     name: str
@@ -25,3 +26,4 @@ class Arrival:
     priority: int = 0
     at: int = 0
     after: str = ""
+    leaves: int = 0

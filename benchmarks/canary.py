@@ -1,0 +1,119 @@
+"""What ``STALEPROOF_CONTAIN`` and ``STALEPROOF_POISON`` cost a step of a whole vLLM, off / on / off.
+
+One engine with dummy weights; the plugin's switch file switches contain and poison, as an operator does.
+Times are medians over the steps of a steady decode: ``step_us`` of the wall, which is the device's time if
+that is longer, and ``host_us`` of the calling thread. With poison, prompts of 16 lengths let some request get
+a block in each step. Then the two experiments of ``tests/whole/test_canary.py`` run, if the environment has
+their model.
+
+Run: ``python benchmarks/canary.py > canary.json``, with ``STALEPROOF_WHOLE`` naming the Python of an
+environment with a vLLM and this staleproof. The sizes are for a GPU of 40 GB or more; ``--small`` is for any
+machine. No GPU has run it yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from staleproof.child import report
+from staleproof.vllm import contain, live, poison
+from staleproof.vllm.plugin import VARIABLE
+from staleproof.whole import place
+from staleproof.whole.engine import Engine, counters, states_of, switch
+
+STATES = {
+    "off": (contain.NAME, poison.NAME), "contain": (poison.NAME,), "off again": (contain.NAME, poison.NAME),
+    "poison": (contain.NAME,), "off, last": (contain.NAME, poison.NAME),
+}  # fmt: skip
+# The shape of Llama 3.1 8B.
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 128256,
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "hidden_act": "silu", "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 2048,
+}  # fmt: skip
+
+
+def serve(small: bool, steps: int) -> None:
+    """In the child: one engine, all states, each batch."""
+    from vllm import SamplingParams
+
+    engine = Engine(
+        SHAPE | (SMALL if small else {}), enforce_eager=small, async_scheduling=None, max_model_len=2048
+    )
+    core, rows = engine.llm.llm_engine, []
+    for batch in (4,) if small else (1, 64, 256):
+        for state, off in STATES.items():
+            switch(off)
+            sampling = SamplingParams(temperature=0, max_tokens=steps + 40, ignore_eos=True, detokenize=False)
+            for number in range(batch):
+                prompt = {"prompt_token_ids": [3 + number % 1000] * (100 + number % 16)}
+                core.add_request(f"{state}-{batch}-{number}", prompt, sampling)
+            # The prompts, and steps until the pipeline is full.
+            for _ in range(30):
+                core.step()
+            wall, host, filled = [], [], counters()["poisoned_blocks"]
+            for _ in range(steps):
+                began = time.perf_counter(), time.thread_time()
+                core.step()
+                wall.append(time.perf_counter() - began[0])
+                host.append(time.thread_time() - began[1])
+            while core.has_unfinished_requests():
+                core.step()
+            row = {"state": state, "batch": batch, "steps": steps}
+            row |= {"step_us": 1e6 * statistics.median(wall), "host_us": 1e6 * statistics.median(host)}
+            row |= {"step_us_p90": 1e6 * statistics.quantiles(wall, n=10)[-1]}
+            row |= {
+                "poisoned": counters()["poisoned_blocks"] - filled,
+                "contained": counters()["contained_requests"],
+            }
+            rows.append(row | {"patches": states_of(contain.NAME, poison.NAME)})
+    report({"device": str(engine.runner.device), "rows": rows})
+
+
+def main() -> None:
+    """Print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="a tiny model, for a machine without a GPU")
+    parser.add_argument("--steps", type=int, default=200)
+    given = parser.parse_args()
+    if reason := place.unavailable_reason(cpu=False):
+        sys.exit(f"staleproof: {reason}")
+    # By its name, because a child imports it.
+    from benchmarks import canary
+    from tests.whole import real_canary
+
+    with tempfile.TemporaryDirectory() as folder:
+        plugin = {"VLLM_PLUGINS": "staleproof", live.SWITCH: str(Path(folder, "off"))}
+        root = str(Path(__file__).parents[1])
+        plugin["PYTHONPATH"] = f"{root}/src:{root}"
+        both = {VARIABLE: "none", contain.VARIABLE: "1", poison.VARIABLE: "kv"}
+        told = {"evidence": str(place.evidence().of)}
+        told["cost"] = place.call(
+            canary.serve, given.small, given.steps, env=plugin | both, timeout_s=1800
+        ).answer()
+        if (place.python().parents[1] / place.MODEL).exists() and not given.small:
+            only = {VARIABLE: "unpublish", poison.VARIABLE: "kv"}
+            told["poison"] = place.call(real_canary.poisoned, 200, env=plugin | only, timeout_s=900).answer()
+            only = {VARIABLE: "none", contain.VARIABLE: "1"}
+            told["contain"] = place.call(
+                real_canary.contained, True, env=plugin | only, timeout_s=900
+            ).answer()
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

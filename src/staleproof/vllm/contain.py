@@ -1,0 +1,296 @@
+"""``STALEPROOF_CONTAIN=1``: a request whose logits are not finite ends with an error, alone.
+
+The worker looks at each row of the logits, without waiting for the device: the flags come to the host with
+the step's tokens. The scheduler ends the request before it takes in that step's tokens, takes the hashes of
+the blocks that the request wrote out of the prefix cache, and has them zeroed when they are next given out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from staleproof.vllm import kv_memory
+from staleproof.vllm.arguments import Arguments, Keywords, argument
+from staleproof.vllm.hooks import Target, logger, out_of_service
+from staleproof.vllm.patch import Patch
+from staleproof.vllm.patches.published_unwritten import PREEMPT, SCHEDULER, unknown
+from staleproof.vllm.poison import PLAN, RUNNER, RUNNER_V2, UPDATE, UPDATE_V2
+from staleproof.vllm.sources import Evidence, PatchError, Sources, file_of
+from staleproof.vllm.standing import registry
+
+NAME, VARIABLE, RAISES = "contain", "STALEPROOF_CONTAIN", "VLLM_RAISE_ON_LOGIT_NANS"
+MESSAGE = "staleproof: logits were NaN or Inf; the request was ended, and no token of that step was sent"
+SAMPLER, REJECTION = "vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
+BATCH = "self", "logits", "input_batch"
+# Kept on objects of vLLM's. On a batch, then on the runner: the flags of a step. On a step's output: whose
+# logits are not finite. On a request: tokens that it hit first, and the blocks that it left when preempted.
+# On the scheduler: blocks to zero when they are next given out, steps, and requests ended. On a plan: blocks
+# to zero, and its step.
+FLAGS, BAD, HITS, LEFT = "_staleproof_flags", "_staleproof_bad", "_staleproof_hits", "_staleproof_left"
+DIRTY, STEP, ENDED = "_staleproof_dirty", "_staleproof_step", "_staleproof_ended"
+_ended = [0]
+
+
+def asked(environment: Mapping[str, str]) -> bool:
+    """Whether requests are to be contained.
+
+    Raises:
+        PatchError: a value that is not known, or vLLM would stop before us.
+
+    >>> asked({}), asked({"STALEPROOF_CONTAIN": "0"}), asked({"STALEPROOF_CONTAIN": "1"})
+    (False, False, True)
+    """
+    word = environment.get(VARIABLE, "").strip()
+    if word in ("", "0"):
+        return False
+    if word != "1":
+        raise PatchError(f"{VARIABLE}: expected 1 or 0, got {word!r}")
+    if environment.get(RAISES, "0") not in ("", "0"):
+        raise PatchError(f"{RAISES}={environment[RAISES]} stops the engine at the first NaN")
+    registry.of(NAME).counters["contained_requests"] = lambda: _ended[0]
+    return True
+
+
+# --- In the worker.
+
+
+def _flags(logits: Any) -> Any:
+    """Of each row: whether its largest logit is a number. A NaN or +Inf is not; -Inf may be a mask's."""
+    return logits.amax(-1) < float("inf")
+
+
+def _look(args: Arguments, kwargs: Keywords) -> None:
+    """Before the first model runner samples; its rows are a request's drafts and one more."""
+    runner, logits = args[0], argument(args, kwargs, 1, "logits")
+    drafts = argument(args, kwargs, 2, "spec_decode_metadata")
+    if logits is not None:
+        rows = None if drafts is None else [count + 1 for count in drafts.num_draft_tokens]
+        setattr(runner, FLAGS, (_flags(logits), [*runner.input_batch.req_ids], rows))
+
+
+def _look_v2(args: Arguments, kwargs: Keywords) -> None:
+    """Before the second model runner samples, with drafts or without."""
+    logits, batch = (argument(args, kwargs, at, BATCH[at]) for at in (1, 2))
+    setattr(batch, FLAGS, (_flags(logits), [*batch.req_ids], [*map(int, batch.cu_num_logits_np)]))
+
+
+def _sampled_v2(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """After the second model runner sampled. A sampler of another kind, or a shard's, leaves no flags."""
+    runner, batch = args[0], argument(args, kwargs, 2, BATCH[2])
+    kept = batch.__dict__.pop(FLAGS, None)
+    if kept is None:
+        why = "the sampler is not vLLM's own, or samples a shard of the batch a rank"
+        out_of_service(registry.step_back(NAME, why))
+        return result
+    good, names, ends = kept
+    # They begin with 0.
+    rows = [end - start for start, end in itertools.pairwise(ends)][: len(names)]
+    setattr(runner, FLAGS, (good, names, rows))
+    return result
+
+
+def _attach(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """After ``sample_tokens``: let the flags travel with the step's output, now or when that is read."""
+    kept = args[0].__dict__.pop(FLAGS, None)
+    if kept is None or result is None:
+        return result
+    good, names, rows = kept
+    host, arrived = good.to("cpu", non_blocking=True), None
+    if good.is_cuda:
+        import torch
+
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def attached(output: Any) -> Any:
+        try:
+            if arrived is not None:
+                arrived.synchronize()
+            if bad := _bad(host.tolist(), names, rows):
+                setattr(output, BAD, (bad, _first_bad()))
+        except Exception as error:
+            out_of_service(registry.step_back(NAME, f"reading flags: {type(error).__name__}: {error}"))
+        return output
+
+    # With asynchronous scheduling the output is read later, perhaps in another thread.
+    if not hasattr(result, "get_output"):
+        return attached(result)
+    read = result.get_output
+    result.get_output = lambda: attached(read())
+    return result
+
+
+def _bad(good: Sequence[bool], names: Sequence[str], rows: Sequence[int] | None) -> list[str]:
+    """The requests of which a row is bad.
+
+    >>> _bad([True, False], ["a", "b"], None), _bad([True, False, True], ["a", "b"], [2, 1])
+    (['b'], ['a'])
+    """
+    if all(good):
+        return []
+    found, at = [], 0
+    for name, count in zip(names, rows or [1] * len(names), strict=True):
+        if not all(good[at : at + count]):
+            found.append(name)
+        at += count
+    return found
+
+
+def _first_bad() -> str:
+    """Where the watch of this process first saw a bad live row, if it runs."""
+    from staleproof.vllm import watch_hooks
+
+    watches = [hooks.watch for hooks in watch_hooks.installed if hooks.watch is not None]
+    return watches[0].first_live() if watches else ""
+
+
+def _zero(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """After a step's blocks were taken in: zero those of them that a contained request had written."""
+    blocks = getattr(argument(args, kwargs, 1, PLAN[1]), DIRTY, None)
+    if blocks is not None:
+        kv_memory.fill(args[0], blocks, 0.0)
+    return result
+
+
+# --- In the scheduler.
+
+
+def _begin(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """After a scheduler was made: step back if it is none that we know."""
+    why = unknown(args[0])
+    if why is None and args[0].connector is not None:
+        why = "a KV connector is configured, which may have taken a bad block elsewhere"
+    if why is not None:
+        out_of_service(registry.step_back(NAME, why))
+    return result
+
+
+def _planned(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """After ``schedule``: note what new requests hit, and which given blocks have to be zeroed first."""
+    scheduler = args[0]
+    kept = scheduler.__dict__
+    kept[STEP] = kept.get(STEP, 0) + bool(result.total_num_scheduled_tokens)
+    setattr(result, STEP, kept[STEP])
+    for new in result.scheduled_new_reqs:
+        scheduler.requests[new.req_id].__dict__.setdefault(HITS, new.num_computed_tokens)
+    if dirty := kept.get(DIRTY):
+        given = kv_memory.given(result, [kind.block_size for kind in kv_memory.kinds(scheduler)]).fresh
+        setattr(result, DIRTY, [[block for block in ids if block in dirty] for ids in given])
+        dirty.difference_update(*given)
+    return result
+
+
+def _written(scheduler: Any, request: Any) -> set[int]:
+    """The blocks that a request has and did not hit when it first came."""
+    found: set[int] = set()
+    for kind in kv_memory.kinds(scheduler):
+        first = getattr(request, HITS, 0) // kind.block_size
+        blocks = kind.req_to_blocks.get(request.request_id, ())
+        found |= {block.block_id for block in blocks[first:] if not block.is_null}
+    return found
+
+
+def _preempted(args: Arguments, kwargs: Keywords) -> None:
+    """Before a request is preempted: with asynchronous scheduling its last step may still be computed."""
+    setattr(request := argument(args, kwargs, 1, "request"), LEFT, _written(args[0], request))
+
+
+def _end(args: Arguments, kwargs: Keywords) -> None:
+    """Before a step's output is taken in: end the requests whose logits are not finite.
+
+    What vLLM then finds for them in the output it drops, as it does for a request that a client aborted.
+    """
+    scheduler, plan, output = (argument(args, kwargs, at, OUTPUT[at]) for at in range(3))
+    names, first = getattr(output, BAD, ((), ""))
+    requests = [scheduler.requests[name] for name in names if name in scheduler.requests]
+    requests = [request for request in requests if not request.is_finished()]
+    if not requests:
+        return
+    own = {
+        request.request_id: _written(scheduler, request) or getattr(request, LEFT, set())
+        for request in requests
+    }
+    blocks = set().union(*own.values())
+    scheduler.kv_cache_manager.evict_blocks(blocks)
+    scheduler.__dict__.setdefault(DIRTY, set()).update(blocks)
+    scheduler.finish_requests([*own], type(requests[0].status).FINISHED_ERROR)
+    setattr(scheduler, ENDED, requests)
+    _ended[0] += len(requests)
+    for name, ids in own.items():
+        logger.error(
+            "staleproof: contained %s: its logits were NaN or Inf in step %d%s; ended with an error, its %d "
+            "blocks leave the prefix cache", name, getattr(plan, STEP, 0), first, len(ids),
+        )  # fmt: skip
+
+
+def _tell(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """After a step's output was taken in: tell the clients of the requests that were ended."""
+    engine = importlib.import_module("vllm.v1.engine")
+    for request in args[0].__dict__.pop(ENDED, ()):
+        error = engine.EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=request.get_finished_reason(),
+            stop_reason=MESSAGE,
+            events=request.take_events(),
+            trace_headers=request.trace_headers,
+        )
+        result.setdefault(request.client_index, engine.EngineCoreOutputs()).outputs.append(error)
+    return result
+
+
+OUTPUT = "self", "scheduler_output", "model_runner_output"
+
+
+def _serves_on(sources: Sources) -> Evidence:
+    update = sources.function(file_of(SCHEDULER), "Scheduler.update_from_output")
+    if "nan_fault_tolerance" in update.text:
+        return Evidence(False, f"{update.at('nan_fault_tolerance')} ends such requests itself")
+    return Evidence(True, f"{update.place} takes in the token of a request whose logits are NaN")
+
+
+PATCH = Patch(
+    name=NAME,
+    incident="canary",
+    on_host=True,
+    summary=f"ends a request whose logits are NaN or Inf with an error, alone ({VARIABLE}=1)",
+    versions=(("0.20.0", "0.33.0"),),
+    targets=(
+        Target(
+            RUNNER,
+            "GPUModelRunner._sample",
+            ("self", "logits", "spec_decode_metadata"),
+            before=_look,
+            vital=True,
+        ),
+        Target(RUNNER, "GPUModelRunner.sample_tokens", ("self",), after=_attach, vital=True),
+        Target(RUNNER, UPDATE, PLAN, after=_zero, vital=True),
+        Target(SAMPLER, "Sampler.__call__", BATCH, before=_look_v2, vital=True),
+        Target(REJECTION, "RejectionSampler.__call__", BATCH, before=_look_v2, vital=True),
+        Target(
+            RUNNER_V2,
+            "GPUModelRunner.sample",
+            ("self", "hidden_states", "input_batch"),
+            after=_sampled_v2,
+            vital=True,
+        ),
+        Target(RUNNER_V2, "GPUModelRunner.sample_tokens", ("self",), after=_attach, vital=True),
+        Target(RUNNER_V2, UPDATE_V2, PLAN, after=_zero, vital=True),
+        Target(SCHEDULER, "Scheduler.__init__", ("self",), after=_begin, vital=True),
+        Target(SCHEDULER, "Scheduler.schedule", ("self",), after=_planned, vital=True),
+        Target(SCHEDULER, PREEMPT, ("self", "request"), before=_preempted, vital=True),
+        Target(SCHEDULER, "Scheduler.update_from_output", OUTPUT, before=_end, after=_tell, vital=True),
+    ),
+    probe=_serves_on,
+    mechanism=(
+        "A request whose KV holds a NaN has NaN logits, is sent token 0 for ever, and leaves its blocks in "
+        "the prefix cache, where the next request hits them. With the patch it ends before that token, with "
+        "finish reason error; hashes of blocks that it wrote are taken back, and the blocks are zeroed when "
+        "they are next given out. A block that it hit keeps its hash. With a KV connector it steps back."
+    ),
+    threads=("vLLM #50283", "vLLM #57716"),
+    cost="two launches and a copy of a byte a request, each step; on a GPU not measured",
+)
