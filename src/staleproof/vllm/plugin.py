@@ -90,7 +90,7 @@ def chosen(text: str | None) -> Choice:
         PatchError: an unknown name.
 
     >>> len(chosen("all").names), sorted(chosen("decode_buffer,+mla_padding").names)
-    (18, ['decode_buffer', 'mla_padding'])
+    (19, ['decode_buffer', 'mla_padding'])
     """
     known = patches()
     words = [word.strip() for word in (text or "all").split(",") if word.strip()]
@@ -235,8 +235,8 @@ def decisions(version: str, sources: Sources | None = None, choice: Choice | Non
         PatchError: an unknown version without sources, or an unknown name in the choice.
 
     >>> decided = decisions("0.28.0", choice=chosen("all"))
-    >>> [decision.patch.name for decision in decided if decision.state == "affected"][2:]
-    ['topk_nan_bias', 'hash_topk_nan', 'routing_simulator', 'unpublish', 'uniform_decode']
+    >>> [decision.patch.name for decision in decided if decision.state == "affected"][4:]
+    ['routing_simulator', 'unpublish', 'uniform_decode', 'one_token_prompt']
     """
     of = Base(release(version)) if sources is None else base(version)
     choice = choice or chosen(os.environ.get(VARIABLE))

@@ -61,6 +61,12 @@ PUBLISHES = {CACHE: method("KVCacheManager", "allocate_slots", "self.coordinator
 PREEMPTS = {SCHEDULER: method("Scheduler", "_preempt_request")}
 QUANTIZES = "def _fp8_quantize(A, A_scale):\n    {}\n"
 SWIZZLE = "def _swizzle_mxfp4(quant_tensor, scale):\n    {}\n    return scale\n"
+GDN = "v1/attention/backends/gdn_attn.py"
+SPLIT = "from u import split_decodes_and_prefills\nx = split_decodes_and_prefills(\n    m, {}\n)\n"
+BUILDERS = {
+    f"v1/attention/backends/{name}_attn.py": SPLIT.format("treat_short_extends_as_decodes=False")
+    for name in ("gdn", "linear", "mamba")
+}
 # Patch, whether it is needed, files.
 CASES = [
     ("undrained_ids", 1, {SCHEDULER: method("Scheduler", "schedule", ASKED)}),
@@ -110,6 +116,8 @@ CASES = [
     ("scale_padding", 0, {OPS: allocated("zeros")}),
     ("scale_padding", 1, {OPS: "def scaled_fp4_quant(x):\n    output_scale = torch.empty(\n        2)\n"}),
     ("scale_padding", 0, {OPS: "x = 1"}),
+    ("one_token_prompt", 1, BUILDERS | {GDN: SPLIT.format("decode_threshold=1")}),
+    ("one_token_prompt", 0, BUILDERS),
     ("mxfp4_scale_tail", 1, {MXFP4: SWIZZLE.format("pass")}),
     ("mxfp4_scale_tail", 0, {MXFP4: SWIZZLE.format("pad_k = -K % 4")}),
 ]

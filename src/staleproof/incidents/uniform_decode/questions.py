@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import textwrap
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from staleproof.grades import Evidence, Grade
-from staleproof.incidents.uniform_decode import remedies, whole
+from staleproof.incidents.uniform_decode import one_token, released, remedies, whole
 from staleproof.incidents.uniform_decode.scene import Part, Request, Rule, Server, by_shape, reference
 from staleproof.kernels.vllm_sources import package
 from staleproof.lab import Answer, Fix, Incident, bad, good, product
 from staleproof.vllm.patches import uniform_decode as patch
+from staleproof.vllm.plugin import patches
 from staleproof.vllm.sources import Sources, file_of
 
 incident = Incident("uniform_decode")
@@ -208,4 +211,155 @@ incident.fixes(
     },
 )
 
+# --- The releases' own dispatcher, builders and kernels.
+
+
+class Load(NamedTuple):
+    """What a release serves in :func:`released_server`.
+
+    Attributes:
+        serve: serves it; returns the server, and the request whose outputs are looked at.
+        patches: names of the patches that mend it.
+    """
+
+    serve: Callable[[], tuple[released.Server, released.Served]]
+    patches: tuple[str, ...] = ("uniform_decode",)
+
+
+def _server(layer: released.Gdn | released.Bailing, graphs: bool = True) -> released.Server:
+    """A server whose step before was a decode of a stranger, which has six tokens in its state."""
+    server = released.Server(layer, graphs)
+    stranger = server.request(X_TOKENS, prompt=6)
+    server.prefill(stranger, 6)
+    server.step([(stranger, server.k + 1, server.k)])
+    return server
+
+
+def _behind_a_stranger(
+    n: int, computed: int = 0, prompt: int | None = None, drafts: int = 0
+) -> tuple[released.Server, released.Served]:
+    """A step of ``n`` tokens of one request, behind ``computed`` ones, then a decode of two drafts."""
+    server = _server(released.Gdn(2))
+    request = server.request(Y_TOKENS[: computed + n + 3], computed + n if prompt is None else prompt)
+    if computed:
+        server.prefill(request, computed)
+    server.step([(request, n, drafts)])
+    server.step([(request, 3, 2)])
+    return server, request
+
+
+def _beside_a_neighbour() -> tuple[released.Server, released.Served]:
+    """A prompt of three tokens joins the step of a running neighbour, who is looked at."""
+    server = _server(released.Gdn(2))
+    neighbour = server.request(Y_TOKENS, prompt=6)
+    server.prefill(neighbour, 6)
+    server.step([(neighbour, 3, 2), (server.request(X_TOKENS[:3]), 3, 0)])
+    return server, neighbour
+
+
+def _one_token(
+    layer: released.Gdn | released.Bailing, graphs: bool
+) -> tuple[released.Server, released.Served]:
+    """A prompt of one token, in a block that holds another user's state, then a decode; no drafts."""
+    server = _server(layer, graphs)
+    request = server.request(Y_TOKENS[:2], prompt=1)
+    _, left = layer.reference(X_TOKENS[:5])
+    for states, state in zip(layer.states, left, strict=True):
+        states[request.blocks[0]] = state
+    for _ in range(2):
+        server.step([(request, 1, 0)])
+    return server, request
+
+
+BOTH = "uniform_decode", "one_token_prompt"
+LOADS = {
+    "prompt of 2": Load(lambda: _behind_a_stranger(2)),
+    "prompt of 3": Load(lambda: _behind_a_stranger(3)),
+    "prompt of 4": Load(lambda: _behind_a_stranger(4)),
+    "resumed request": Load(lambda: _behind_a_stranger(3, 6, 4)),
+    "true drafts": Load(lambda: _behind_a_stranger(3, 6, 6, 2)),
+    "running neighbour": Load(_beside_a_neighbour),
+    "prompt of 1, graphs": Load(lambda: _one_token(released.Gdn(0), True), BOTH),
+    "prompt of 1, no graphs": Load(lambda: _one_token(released.Gdn(0), False), BOTH),
+    "prompt of 1, Ling": Load(lambda: _one_token(released.Bailing(), False), BOTH),
+}
+# Release, load, whether the patches are in place.
+Subject = tuple[str, str, bool]
+NEWEST = "0.33.0"
+ONE = "prompt of 1, no graphs"
+RELEASED_LOADS = {
+    f"vLLM {version}, {load}": (version, load, False)
+    for version, loads in {
+        "0.22.1": ("prompt of 2", "prompt of 3", "running neighbour", ONE),
+        # The last of GDN's older builder is 0.30.0.
+        "0.28.0": ("prompt of 3", "running neighbour", ONE),
+        NEWEST: LOADS,
+    }.items()
+    for load in loads
+}
+RIGHT = "prompt of 2", "prompt of 4", "true drafts"
+MENDED = {
+    "0.22.1": ("running neighbour",),
+    "0.28.0": (ONE,),
+    NEWEST: ("resumed request", "prompt of 1, graphs", "prompt of 1, Ling"),
+}
+
+
+def _interpreted(subject: Subject, device: str) -> str | None:
+    return None if device == "cpu" else "its kernels run in Triton's interpreter, on a CPU"
+
+
+def _ran(subject: Subject) -> Evidence:
+    return Evidence(Grade.REAL, f"vLLM {subject[0]} dispatcher, builder and kernels")
+
+
+def released_server(subject: Subject, device: str) -> Answer:
+    """A release's own dispatcher, builder and kernels serve a request. Are its outputs its own?"""
+    version, load, patched = subject
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(released.release(version))
+        for name in LOADS[load].patches if patched else ():
+            stack.enter_context(patches()[name].applied(version))
+        server, request = LOADS[load].serve()
+        error = server.error(request)
+    # The step before is a stranger's decode.
+    numbers = {"mode": server.modes[1], "error": error}
+    if math.isnan(error):
+        return bad(UNWRITTEN, **numbers)
+    return good(OWN, **numbers) if error <= released.ROUNDING else bad(whole.OTHER, **numbers)
+
+
+incident.question(
+    "released server",
+    RELEASED_LOADS,
+    expect={
+        name: OWN if load in RIGHT or (version, load) == (NEWEST, ONE) else whole.OTHER
+        for name, (version, load, _) in RELEASED_LOADS.items()
+    },
+    needs=_interpreted,
+    evidence=_ran,
+)(released_server)
+
+
+def compare_released(subject: Subject, device: str) -> str | None:
+    """With the patches true drafts must replay the graph, with the outputs of the reference."""
+    found = released_server((subject[0], "true drafts", True), device)
+    return None if found.verdict == OWN and found.numbers["mode"] == "FULL" else f"drafts: {found}"
+
+
+incident.fixes(
+    released_server,
+    {
+        f"{', '.join(LOADS[load].patches)}, vLLM {version}, {load}": Fix(
+            (version, load, False), (version, load, True)
+        )
+        for version, loads in MENDED.items()
+        for load in loads
+    },
+    compare=compare_released,
+    needs=_interpreted,
+    evidence=_ran,
+)
+
 whole.add(incident)
+one_token.add(incident)
