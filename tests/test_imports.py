@@ -30,6 +30,7 @@ ALLOWED = {
     "ops": {"ops", *LIGHT},
     "evidence": {"evidence", *LIGHT},
     "vllm": {"vllm", "ops", "evidence", "check"},
+    "sglang": {"vllm"},
     # From a symptom to what to do: light, as what an operator installs.
     "triage": {"triage", "vllm", "check"},
     "child": {"device", "check"},
@@ -45,7 +46,14 @@ ALLOWED = {
     "whole": {"whole", *LAB, *SERVER},
     # A real model behind the kernels of the incidents, whose questions use it.
     "words": {"words", "kernels", "lab", *LAB, *SERVER},
-    "incidents": {"whole", "words", "kernels", *LAB, *SERVER},  # and their own folder, see _may_import
+    "incidents": {
+        "sglang",
+        "whole",
+        "words",
+        "kernels",
+        *LAB,
+        *SERVER,
+    },  # and their own folder, see _may_import
     "report": {"report", *LAB, "kernels", "incidents", "contract", "triage", *SERVER, ""},
     "cli": {"cli", "report", *LAB, "kernels", "incidents", "contract", "triage", *SERVER, ""},
 }

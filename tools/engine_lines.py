@@ -152,7 +152,6 @@ def defects(sources: Sources) -> dict[str, bool]:
         "model_executor/layers/attention/mla_attention.py",
         "v1/attention/backends/mla/prefill/trtllm_ragged.py",
     )
-    merge = text("v1/attention/ops/common.py", "v1/attention/ops/dcp.py")
     manager = text("v1/core/kv_cache_manager.py", "v1/core/single_type_kv_cache_manager.py")
     nixl = "distributed/kv_transfer/kv_connector/v1"
     workers = text(*(f"{nixl}/{name}.py" for name in ("nixl_connector", "nixl/worker", "nixl/base_worker")))
@@ -161,7 +160,6 @@ def defects(sources: Sources) -> dict[str, bool]:
         "ragged_prefill": "trtllm_ragged" in ragged.lower()
         and "mask_empty_context" not in ragged
         and "plan_mla_context_chunks" not in ragged,
-        "dcp_merge": "def _correct_attn_cp_out_kernel" in merge and "factor == 0.0" not in merge,
         "async_load": "get_zeroing_block_ids_in_range" in manager or "record_for_zeroing: bool" in manager,
         "failed_transfer": bool(failed and "not self._is_hma_required" in failed[0]),
     }

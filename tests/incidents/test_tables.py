@@ -21,7 +21,7 @@ from staleproof import lab
 from staleproof.incidents import registry
 from staleproof.lab import FIXED, SHARED, Finding, Outcome
 
-SOURCE = re.compile(r"the source of vLLM (\S+) is neither")
+SOURCE = re.compile(r"(?:the source of vLLM (\S+)|SGLang \S+) is neither")
 FILE = Path(__file__).with_name("readings.json")
 READINGS = json.loads(FILE.read_text())
 TABLES = {name: registry.questions_of(name) for name in registry.INCIDENTS}
@@ -64,7 +64,7 @@ def findings(cases: list[lab.Case], device: str) -> list[Finding]:
         missing = next(filter(None, (SOURCE.match(one.note) for one in found)), None)
         if missing is None:
             return found
-        environment.sources(missing[1])
+        environment.sources(missing[1]) if missing[1] else environment.sglang()
 
 
 def unexpected(case: lab.Case, found: Finding, device: str) -> str:

@@ -24,6 +24,7 @@ import sys
 import tarfile
 import tempfile
 import unittest
+import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,6 +48,11 @@ KEPT = re.compile(
     r"[^/]+/(vllm/.*|PKG-INFO|requirements/cuda\.txt|csrc/(libtorch_stable/)?"
     r"(moe/(topk_soft.*|moe_ops\.h)|core/cuda_compat\.h|cub_helpers\.h|torch_utils\.h"
     r"|quantization/fp4/(activation_)?nvfp4_quant.*))"
+)
+# Of a wheel of SGLang: its merge of ranks, and the registry of its plugins.
+SGLANG = "0.5.23"
+SGLANG_KEPT = re.compile(
+    r"sglang/(kernels/ops/attention/dcp_kernels|srt/layers/dcp/comm|srt/plugins/hook_registry)\.py"
 )
 # In every release. One that was unpacked before this file was kept is fetched again.
 FUSED_QUANT = "activation_nvfp4_quant_fusion_kernels.cu"
@@ -148,6 +154,24 @@ def sources(version: str) -> Path:
     return folder
 
 
+def sglang() -> Path:
+    """The folder ``sglang`` of a release, with the files that are read of it.
+
+    Raises:
+        UnavailableError: it cannot be fetched.
+    """
+    folder = cache() / f"sglang-{SGLANG}"
+    with _alone("sglang"):
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=cache()) as work:
+                _pip("download", f"sglang=={SGLANG}", "--no-deps", "--only-binary=:all:", "-d", work)
+                with zipfile.ZipFile(next(Path(work).glob("*.whl"))) as wheel:
+                    names = [name for name in wheel.namelist() if SGLANG_KEPT.fullmatch(name)]
+                    wheel.extractall(f"{work}/unpacked", names)
+                os.replace(f"{work}/unpacked", folder)
+    return folder / "sglang"
+
+
 def patched(version: str, folder: Path, *diffs: str, only: tuple[str, ...] = ()) -> dict[str, str]:
     """Put a release's package into a folder, with these diffs applied: links, and copies of changed files.
 
@@ -231,6 +255,7 @@ def fetch(releases: Sequence[str]) -> str | None:
     with ThreadPoolExecutor(2) as pool:
         started = {name: pool.submit(sources, name) for name in missing}
         started["what vLLM imports"] = pool.submit(packages)
+        started[f"SGLang {SGLANG}"] = pool.submit(sglang)
     failed = {name: one.exception() for name, one in started.items() if one.exception()}
     for error in failed.values():
         if not isinstance(error, UnavailableError):

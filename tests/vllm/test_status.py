@@ -107,7 +107,7 @@ def test_an_explanation_is_printed(patches):
 
 
 def test_the_release_to_upgrade_to():
-    assert status.answer("0.22.1").upgrade.startswith("upgrade to 0.26.0, which needs only mla_padding, ")
+    assert status.answer("0.22.1").upgrade.startswith("upgrade to 0.28.0, which needs only mla_padding, ")
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import logging
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +168,13 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextmanager
-def executed(root: Path, *names: str) -> Iterator[None]:
+def executed(root: Path, *names: str, of: str = "vllm") -> Iterator[None]:
     """Let ``import vllm...`` find these files, and stubs for all others, inside a ``with``.
 
     Args:
         root: the folder ``vllm``.
         names: modules to execute, e.g. ``vllm.v1.worker.utils``.
+        of: the package, if it is another one.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -180,10 +183,10 @@ def executed(root: Path, *names: str) -> Iterator[None]:
     ...         importlib.import_module("vllm.size").round_up(17, 16)
     32
     """
-    before = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "vllm"}
+    before = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == of}
     for name in before:
         del sys.modules[name]
-    finder = Finder(root, names)
+    finder = Finder(root, names, of)
     # Before the finders that would find an installed vLLM. A patch that is applied inside the ``with`` puts
     # its finder before this one, and that calls this one.
     sys.meta_path.insert(0, finder)
@@ -191,7 +194,7 @@ def executed(root: Path, *names: str) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
+        for name in [n for n in sys.modules if n.partition(".")[0] == of]:
             del sys.modules[name]
         sys.modules.update(before)
 
@@ -215,6 +218,19 @@ def load(root: Path, *names: str) -> list[types.ModuleType]:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 raise UnavailableError(f"{name} does not load with stand-ins: {reason}") from error
     return modules
+
+
+@lru_cache(maxsize=8)  # A class keeps its whole release in memory.
+def _parameters(call: Callable[..., Any]) -> Mapping[str, Any]:
+    # AsyncScheduler has the parameters of its base class.
+    base = getattr(call, "__mro__", (call, call))[1] if call.__name__ == "AsyncScheduler" else call
+    return inspect.signature(base).parameters
+
+
+def fitting(call: Callable[..., Any], **keywords: Any) -> Any:
+    """Call with the keywords that this release knows."""
+    known = _parameters(call)
+    return call(**{name: value for name, value in keywords.items() if name in known})
 
 
 def package(version: str) -> Path:

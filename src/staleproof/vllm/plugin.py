@@ -90,7 +90,7 @@ def chosen(text: str | None) -> Choice:
         PatchError: an unknown name.
 
     >>> len(chosen("all").names), sorted(chosen("decode_buffer,+mla_padding").names)
-    (19, ['decode_buffer', 'mla_padding'])
+    (20, ['decode_buffer', 'mla_padding'])
     """
     known = patches()
     words = [word.strip() for word in (text or "all").split(",") if word.strip()]

@@ -154,7 +154,7 @@ def upgrade(decided: Sequence[Decision], release: str | None) -> str:
 
     >>> from staleproof.vllm.plugin import decisions, chosen
     >>> upgrade(decisions("0.20.2", choice=chosen("mla_padding")), "0.20.2")[:17]
-    'upgrade to 0.26.0'
+    'upgrade to 0.28.0'
     """
     if not any(d.needed for d in decided):
         known = all(d.needed is False for d in decided)

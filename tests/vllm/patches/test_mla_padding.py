@@ -131,7 +131,7 @@ def _stage2(module, device):
 
 @pytest.mark.parametrize("imported", [False, True], ids=["patched before the import", "after it"])
 def test_the_kernel_itself_writes_zeros_into_empty_rows_and_nothing_else_changes(vllm, device, imported):
-    mla, _ = patch.PATCHES
+    mla, *_ = patch.PATCHES
     if imported:
         vllm("triton_turboquant_decode")
     before = _stage2(vllm("triton_decode_attention"), device) if imported else None
@@ -162,7 +162,7 @@ def test_the_kernel_itself_writes_zeros_into_empty_rows_and_nothing_else_changes
 def test_a_kernel_that_divides_otherwise_is_left_alone(vllm, tmp_path, device):
     file = tmp_path / "vllm/v1/attention/ops/triton_decode_attention.py"
     file.write_text(KERNEL.replace("acc / e_sum", "acc / (e_sum + 0.0) + 0.0 * (acc / e_sum) + acc / e_sum"))
-    mla, _ = patch.PATCHES
+    mla, *_ = patch.PATCHES
     with mla.applied("0.22.1"):
         module = vllm("triton_decode_attention")
         assert "does not divide by e_sum once" in registry.targets("mla_padding")[PLACE]
@@ -174,3 +174,18 @@ def test_no_python_runs_behind_triton_mla():
     at_calls = [target for target in patch.TARGETS if target.swap is None]
     expected = {"cutlass_mla", "flashinfer_mla", "turboquant_attn"}
     assert {target.module.rpartition(".")[2] for target in at_calls} == expected
+
+
+@pytest.mark.parametrize("dead", [-torch.inf, torch.inf, torch.nan])
+@pytest.mark.parametrize("one_query", [False, True], ids=["tokens, heads, dim", "tokens, 1, heads, dim"])
+def test_merge_of_ranks_gets_zeros_for_rows_of_weight_0_alone(device, dead, one_query):
+    """Heads are a slice of a larger output, as CUTLASS returns them."""
+    memory = torch.full((3, 4, 16), 7.0, device=device)
+    out, lses = memory[:, :2], torch.zeros(2, 3, 2, device=device)
+    out[1], lses[1, 1], lses[0, 2] = torch.nan, dead, dead
+    if one_query:
+        out, lses = out.unsqueeze(1), lses.unsqueeze(-1)
+    assert patch._clear_gathered((out, lses), {"cp_rank": 1}) is None
+    assert not memory[1, :2].any()
+    memory[1, :2] = 7
+    assert memory.eq(7).all()

@@ -67,6 +67,9 @@ BUILDERS = {
     f"v1/attention/backends/{name}_attn.py": SPLIT.format("treat_short_extends_as_decodes=False")
     for name in ("gdn", "linear", "mamba")
 }
+GATHERED, EXCHANGED = "v1/attention/ops/common.py", "v1/attention/ops/dcp_alltoall.py"
+MERGE = "def _correct_attn_cp_out_kernel(outputs_ptr):\n    {}\n"
+WEIGHS = "weight = tl.where(weight != weight, 0.0, weight)\n"
 # Patch, whether it is needed, files.
 CASES = [
     ("undrained_ids", 1, {SCHEDULER: method("Scheduler", "schedule", ASKED)}),
@@ -118,6 +121,11 @@ CASES = [
     ("scale_padding", 0, {OPS: "x = 1"}),
     ("one_token_prompt", 1, BUILDERS | {GDN: SPLIT.format("decode_threshold=1")}),
     ("one_token_prompt", 0, BUILDERS),
+    ("dcp_merge", 1, {GATHERED: MERGE.format("output = output * factor")}),
+    ("dcp_merge", 0, {GATHERED: MERGE.format("output = tl.where(factor == 0.0, 0.0, output * factor)")}),
+    ("dcp_merge", 1, {GATHERED: "", EXCHANGED: WEIGHS}),
+    ("dcp_merge", 0, {GATHERED: "", EXCHANGED: f"{WEIGHS}partial = tl.where(weight == 0.0, 0.0, partial)\n"}),
+    ("dcp_merge", 0, {GATHERED: ""}),
     ("mxfp4_scale_tail", 1, {MXFP4: SWIZZLE.format("pass")}),
     ("mxfp4_scale_tail", 0, {MXFP4: SWIZZLE.format("pad_k = -K % 4")}),
 ]

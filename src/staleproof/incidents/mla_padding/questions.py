@@ -14,7 +14,7 @@ from staleproof.evidence.canary import plant, row_states
 from staleproof.evidence.compare import too_far
 from staleproof.evidence.rows import Fill, Verdict, bad_rows, judge_rows, pad_invariance, same_bits
 from staleproof.grades import REPLICA, Evidence, Grade
-from staleproof.incidents.mla_padding import broken, in_words, scene, whole
+from staleproof.incidents.mla_padding import broken, dcp, in_words, scene, whole
 from staleproof.incidents.mla_padding.correct import wrong
 from staleproof.incidents.mla_padding.pictures import ROWS
 from staleproof.incidents.mla_padding.remedies import (
@@ -650,5 +650,6 @@ incident.fixes(
     served, {name: off_on((SETUPS | WRONG_REMEDIES)[name]) for name in FIXES}, compare=wrong, expect=FIXES
 )
 
+dcp.add(incident)
 whole.add(incident)
 in_words.add(incident)

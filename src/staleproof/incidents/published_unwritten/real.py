@@ -10,18 +10,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterator
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 from staleproof.incidents.published_unwritten.broken import NONE, Remedy
 from staleproof.incidents.published_unwritten.scene import Arrival, Memory, Row
-from staleproof.kernels.vllm_sources import executed, package
+from staleproof.kernels.vllm_sources import executed, fitting, package
 
 CORE = "vllm.v1.core"
 # Executed in addition to all files of the scheduler's folder.
@@ -38,19 +36,6 @@ class _Unset(SimpleNamespace):
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
-
-
-@lru_cache(maxsize=8)  # A class keeps its whole release in memory.
-def _known(call: Callable[..., Any]) -> Mapping[str, Any]:
-    # AsyncScheduler has the parameters of its base class.
-    base = getattr(call, "__mro__", (call, call))[1] if call.__name__ == "AsyncScheduler" else call
-    return inspect.signature(base).parameters
-
-
-def fitting(call: Callable[..., Any], **keywords: Any) -> Any:
-    """Call with the keywords that this release knows."""
-    known = _known(call)
-    return call(**{name: value for name, value in keywords.items() if name in known})
 
 
 def _none(*args: Any, **kwargs: Any) -> None:

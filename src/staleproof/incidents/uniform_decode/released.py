@@ -21,8 +21,7 @@ from unittest import mock
 
 import torch
 
-from staleproof.incidents.published_unwritten.real import fitting
-from staleproof.kernels.vllm_sources import executed, package
+from staleproof.kernels.vllm_sources import executed, fitting, package
 from staleproof.vllm.patches.uniform_decode import RUNNER
 from staleproof.vllm.sources import Sources, file_of
 

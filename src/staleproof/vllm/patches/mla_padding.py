@@ -1,4 +1,5 @@
-"""Patches for incident 1: they clear empty rows after MLA decode, and leave padding out of fp8 scales.
+"""Patches for incident 1: they clear empty rows after MLA decode and before the merge of decode context
+parallelism, and leave padding out of fp8 scales.
 
 TurboQuant is no MLA, but its decode ends in the same Triton kernel.
 """
@@ -18,7 +19,7 @@ from staleproof.vllm import fp8_scales
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
-from staleproof.vllm.sources import Evidence, PatchError, Sources, file_of
+from staleproof.vllm.sources import Evidence, PatchError, Sources, evidence, file_of, line_of
 
 BACKENDS = "vllm.v1.attention.backends.mla"
 TURBOQUANT = "vllm.v1.attention.backends.turboquant_attn"
@@ -28,6 +29,9 @@ STAGE2 = "vllm.v1.attention.ops.triton_decode_attention", "_fwd_kernel_stage2"
 DIVISION, GUARDED = "acc / e_sum", "acc / tl.where(e_sum == 0.0, 1.0, e_sum)"
 # What a backend would say that clears these rows itself, or gives the kernel zeros for them.
 CLEARED = re.compile(r"seq_lens\s*(==|<=|>|!=)\s*0|masked_fill")
+# The merges of decode context parallelism: after all ranks' lse were gathered, and after an all-to-all.
+GATHERED, EXCHANGED = "vllm.v1.attention.ops.common", "vllm.v1.attention.ops.dcp_alltoall"
+CORRECT = "_correct_attn_cp_out_kernel"
 FORWARD_MQA = ("self", "q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")
 
 
@@ -100,6 +104,56 @@ def _clear_turboquant(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     return result
 
 
+def clear_dead_rows(out: Any, lse: Any) -> None:
+    """Zero the rows that a merge of ranks gives the weight 0: those whose lse is -inf, inf or NaN.
+
+    Args:
+        out: one rank's output, ``(tokens, heads, dim)`` or ``(tokens, 1, heads, dim)``; changed in place.
+        lse: its log-sum-exp, of as many rows.
+
+    >>> import torch
+    >>> out = torch.tensor([[[1.0, 2.0]], [[torch.nan, 3.0]]])
+    >>> clear_dead_rows(out, torch.tensor([[0.5], [-torch.inf]]))
+    >>> out.tolist()
+    [[[1.0, 2.0]], [[0.0, 0.0]]]
+    """
+    out.masked_fill_(~lse.isfinite().reshape(*out.shape[:-1], 1), 0.0)
+
+
+def _clear_gathered(args: Arguments, kwargs: Keywords) -> None:
+    lses, rank = argument(args, kwargs, 1, "lses"), argument(args, kwargs, 2, "cp_rank")
+    clear_dead_rows(argument(args, kwargs, 0, "out"), lses[rank])
+
+
+def _clear_exchanged(args: Arguments, kwargs: Keywords) -> None:
+    clear_dead_rows(argument(args, kwargs, 0, "cp_attn_out"), argument(args, kwargs, 1, "cp_attn_lse"))
+
+
+def _gathered(sources: Sources) -> Evidence:
+    path, product = file_of(GATHERED), "output = output * factor"
+    if f"def {CORRECT}" not in sources.text(path):
+        return Evidence(False, f"{path} has no {CORRECT}")
+    found = sources.function(path, CORRECT)
+    bad, good = "weighs the row of a rank without keys by 0", "drops rows of weight 0"
+    return evidence(found, "factor == 0.0" not in found.text, product, bad, good)
+
+
+def _exchanged(sources: Sources) -> Evidence:
+    path = file_of(EXCHANGED)
+    if not (sources.package / path).is_file():
+        return Evidence(False, f"no {path}")
+    text, weight = sources.text(path), "weight = tl.where(weight != weight"
+    if weight in text and "weight == 0.0" not in text:
+        return Evidence(True, f"{path}:{line_of(text, weight)} weighs the row of a rank without keys by 0")
+    return Evidence(False, f"{path} drops rows of weight 0")
+
+
+def _merges(sources: Sources) -> Evidence:
+    found = [_gathered(sources), _exchanged(sources)]
+    needed = [one.why for one in found if one.needed]
+    return Evidence(bool(needed), "; ".join(needed or [one.why for one in found]))
+
+
 def _stage2(sources: Sources) -> Evidence:
     stage2 = sources.function(file_of(STAGE2[0]), STAGE2[1])
     guarded = any(f"e_sum {sign} 0" in stage2.text for sign in ("==", "!=", ">"))
@@ -153,8 +207,8 @@ TARGETS = (
 def _probe(sources: Sources) -> Evidence:
     """Each backend has the defect or not; one is enough."""
     found = [target.probe(sources) for target in TARGETS if target.probe is not None]
-    needed = [evidence.why for evidence in found if evidence.needed]
-    return Evidence(bool(needed), "; ".join(needed or [evidence.why for evidence in found]))
+    needed = [one.why for one in found if one.needed]
+    return Evidence(bool(needed), "; ".join(needed or [one.why for one in found]))
 
 
 PATCHES = (
@@ -202,5 +256,39 @@ PATCHES = (
         cost="one fill in a step of another number of tokens than the last; our quantiser in place of "
         "vLLM's, twice a layer of experts",
         triton=True,
+    ),
+    Patch(
+        name="dcp_merge",
+        incident="mla_padding",
+        summary="clears the rows of a rank without keys before ranks are merged",
+        models="models with --decode-context-parallel-size",
+        versions=(("0.16.0", "0.27.1"),),
+        targets=(
+            Target(
+                GATHERED,
+                "correct_attn_out",
+                ("out", "lses", "cp_rank"),
+                before=_clear_gathered,
+                versions=("0.16.0", "0.24.0"),
+                probe=_gathered,
+            ),
+            Target(
+                EXCHANGED,
+                "dcp_a2a_lse_reduce",
+                ("cp_attn_out", "cp_attn_lse"),
+                before=_clear_exchanged,
+                versions=("0.18.0", "0.27.1"),
+                probe=_exchanged,
+            ),
+        ),
+        probe=_merges,
+        mechanism=(
+            "Under decode context parallelism each rank has a part of a request's keys, and a short request "
+            "has none on some rank. That rank's row is 0 / 0 or unwritten. The merge weighs it by 0, and 0 "
+            "times NaN is NaN, so a live row dies on every rank. With the patch the rows whose lse is not "
+            "finite are 0 before the merge. It cannot tell an lse that is itself unwritten, but finite."
+        ),
+        threads=("vLLM #55289", "vLLM #54889"),
+        cost="three elementwise launches a layer and step, under that option only; not measured",
     ),
 )
