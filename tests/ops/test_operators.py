@@ -216,7 +216,7 @@ def test_an_operator_declares_its_writes_and_no_result(device: str) -> None:
 
 
 COMPILED = [
-    *((name, "aot_eager", True) for name in CASES),
+    *((name, "aot_eager", True) for name in (*EACH, "dequantize_nvfp4")),
     ("mla_decode", "eager", False),
     *((name, "inductor", True) for name in ("clear_empty_rows", "mla_decode, splits", "topk_softmax")),
 ]
