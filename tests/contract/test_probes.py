@@ -139,6 +139,15 @@ def test_an_attention_call_lies_on_the_device(layout):
     assert (call.lse.dtype, call.lse.shape) == (torch.float32, (5, 2))
 
 
+def test_the_tensors_of_a_call_have_the_query_tokens_of_its_requests():
+    given = scenes.make_call(scenes.Shape(q_len=2), [9, 8], "cpu", q_lens=[2, 2]).arguments()
+    assert [given[name].shape[:2] for name in ("q", "out", "lse")] == [(2, 2)] * 3
+    given = scenes.make_call(scenes.Shape(q_len=0), [9, 8], "cpu", q_lens=[1, 3]).arguments()
+    assert (given["max_q_len"], given["q"].shape[0]) == (3, 4)
+    with pytest.raises(ValueError, match="layout: expected paged or mla, got pages"):
+        scenes.Shape("pages")
+
+
 # Clause -> the lengths of its launches, each once in its order.
 ASKED = {
     "0": [[19, 5, 16], [144], [*range(1, 34)]],
@@ -237,6 +246,13 @@ def tail(cache, call):
     return made._last_page(cache, call.table, call.lens)[:, 0]
 
 
+def next_token(cache, call):
+    """What lies right behind a request's last token on its last page, one too far."""
+    page, at = call.lens // cache.shape[1], call.lens % cache.shape[1]
+    found = cache[call.table.gather(1, page[:, None].long())[:, 0].long(), at]
+    return found.masked_fill((at == 0)[:, None, None], 0.0).sum((1, 2))
+
+
 def latent(q, kv_cache, kv_lora_rank, block_table, seq_lens, softmax_scale, *, change=lambda call: 0.0):
     kv = kv_cache.unsqueeze(2)
     call = SimpleNamespace(k=kv, table=block_table, lens=seq_lens)
@@ -309,6 +325,10 @@ def launch_with_lengths(q, k_cache, v_cache, block_table, seq_lens, softmax_scal
     return lambda: made.decode(q, k_cache, v_cache, block_table, lens, softmax_scale)
 
 
+def launch_with_its_table(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+    return partial(made.decode, q, k_cache, v_cache, block_table.clone(), seq_lens, softmax_scale)
+
+
 _latest = {}
 
 
@@ -336,6 +356,12 @@ def kept_mask(key: str):
 
 LAST = torch.tensor([False, True])
 ONE_ROW = torch.tensor([[[1.0]], [[2.0]], [[2.0]]])
+
+
+def kept_lse(out, lse, call):
+    """The same of lse, of one head."""
+    _, mask = _latest.setdefault(id(call.lens), (call.lens, call.lens == 0))
+    return out, torch.where(LAST & (call.lens == 0)[:, None] & ~mask[:, None], 7.0, lse)
 
 
 def reads_behind(name: str):
@@ -389,6 +415,11 @@ def page_behind_page(call):
 
 def at_most(pages):
     return lambda call: call.seq_lens.clamp(max=pages * call.k_cache.shape[1])
+
+
+def last_of_the_table(call):
+    room = call.block_table.shape[1] * call.k_cache.shape[1]
+    return torch.where(call.seq_lens == room, room - 1, call.seq_lens)
 
 
 def results(*of):
@@ -456,18 +487,22 @@ ATTENTION = [
       for change, sizes, said, *case in (
           ({"softmax_scale": own_scale}, {}, "1 is off by 0.875; requests: 33, tokens: up to 33"),
           ({"block_table": page_behind_page}, {}, "0 is off by 0.228", "clean"),
+          ({"seq_lens": at_most(1)}, {"page_size": 64}, "0 is off by 0.0954", "clean"),
           ({"seq_lens": at_most(8)}, {"page_size": 64}, "0 is off by 0.06; requests: 1, tokens: up to 576"),
+          ({"seq_lens": last_of_the_table}, {}, "0 is off by 0.0118; requests: 1, tokens: up to 144"),
       )),
-    ("0", attend(lambda out, lse, call: (out / (lse < 80)[..., None], lse)), {},
-     broken("not finite where q is 64 times as large")),
+    *(("0", attend(change), {}, broken("not finite where q is 64 times as large")) for change in (
+        lambda out, lse, call: (out / (lse < 80)[..., None], lse),
+        lambda out, lse, call: (out, lse / (lse < 80)),
+    )),
     *(("0", results(*more, lambda right, memory: right), {},
        broken(f"its argument {name} does not hold what it returns"))
       for name, more in (("out", [put(0, ONE_ROW), put(1)]), ("lse", [put(0)]))),
-    *(("0", writes(name), {}, broken("writes to its inputs")) for name in ("k", "table")),
+    *(("0", writes(name), {}, broken("writes to its inputs")) for name in ("q", "k", "v", "table")),
     # The reference would be that of other lengths.
     ("0", instead(made.decode, seq_lens=lambda call: call.seq_lens.clamp_(max=16)), {},
      broken("writes to its inputs")),
-    ("0", outside(-1), {}, broken("writes outside out")),
+    *(("0", outside(row), {}, broken("writes outside out")) for row in (0, -1)),
     ("0", made.right, {"heads": 4, "head_dim": 8, "page_size": 8}, holding()),
     ("0", latent, {"layout": "mla", "head_dim": 24, "value_dim": 16}, holding()),
     ("E", attend(lambda out, lse, call: out), {}, holding("no lse asked for")),
@@ -482,10 +517,11 @@ ATTENTION = [
     # It clears the rows behind as many as are live, which is right where empty requests come last.
     ("E", attend(lambda out, lse, call: out * (torch.arange(4) < (call.lens > 0).sum())[:, None, None]), {},
      broken("seq_lens [20, 0, 6, 0]: row 2 is off by 1.34; with empty requests last it is right")),
-    # 0 times what the memory held.
-    ("E", attend(lambda out, lse, call: out + torch.where(
-        (call.lens == 0)[:, None, None], 0 * torch.empty_like(out), 0.0)), {},
-     broken("not written: it keeps what the memory held")),
+    # 0 times what the memory held, and that without NaN.
+    *(("E", attend(lambda out, lse, call, of=of: out + torch.where(
+        (call.lens == 0)[:, None, None], of(torch.empty_like(out)), 0.0)), {},
+       broken("not written: it keeps what the memory held"))
+      for of in (lambda memory: 0 * memory, lambda memory: memory.nan_to_num(0.0))),
     # Where no request is live.
     ("E", attend(lambda out, lse, call: out + ~call.lens.any()), {},
      broken("1, expected 0")),
@@ -493,20 +529,26 @@ ATTENTION = [
       for of, place in (
           (lambda call: tail(call.k, call), "K " + TAIL),
           (lambda call: tail(call.v, call), "V " + TAIL),
+          (lambda call: next_token(call.k, call), "K " + TAIL),
           (lambda call: call.k[0].sum(), "the null page"),
+          (lambda call: call.v[0].sum(), "the null page"),
           (lambda call: call.k[-1].sum(), "pages past the end"),
+          (lambda call: call.v[-1].sum(), "pages past the end"),
+          (lambda call: call.v._base[1].sum(), "pages past the end"),
       )),
     ("T", partial(latent, change=lambda call: 0 * tail(call.k, call)[:, None, None]), {"layout": "mla"},
      broken("NaN in the last page's tail gives NaN")),
     *(("B", entry(page), {},
        broken(f"follows the entry {page} past the last page"))
-      for page in (-1, 2**24)),
+      for page in (-1, 6, 2**24)),
     ("B", attend(lambda out, lse, call: (out, lse + 0 * made._past_the_need(call.k, call.table, call.lens))),
      {}, broken("follows the entry -1 past the last page into lse")),
     *(("R", plus(of), {}, broken(f"{fill} in another row changes row {row}"))
       for of, fill, row in (
           (lambda call: call.q[[1, 1, 2, 3]].sum((1, 2)), "nan", 0),
+          (lambda call: call.q[[0, 1, 0, 3]].sum((1, 2)), "nan", 2),
           (lambda call: call.q[[0, 1, 2, 1]].sum((1, 2)), "nan", 3),
+          (lambda call: call.k[call.table[:, 0].long(), 0].sum(), "nan", 0),
           (lambda call: call.v[call.table[:, 0].long(), 0].sum(), "nan", 0),
           (other_rows_largest, "largest", 0),
           (loud, "noise", 0),
@@ -516,11 +558,12 @@ ATTENTION = [
     ("R", attend(lambda out, lse, call: (out, lse + 0 * call.q.mean())), {},
      broken("nan in another row changes row 0 of lse")),
     *(("N", kept_mask(key), {}, broken(AFTER + NOT_ZERO)) for key in ("seq_lens", "out")),
+    ("N", attend(kept_lse), {}, broken(AFTER + "lse of an empty request is 7")),
     *(("N", instead(kernel, **{name: at_first(name)}), sizes,
        broken(f"{AFTER}row 0 is off by {off}"))
       for kernel, name, sizes, off in (
           (made.decode, "q", {}, 0.763), (made.decode, "block_table", {}, 1.15),
-          (made.decode, "k_cache", {}, 0.817),
+          (made.decode, "k_cache", {}, 0.817), (made.decode, "v_cache", {}, 1.61),
           (several_of, "query_start_loc", {"q_len": 0}, 0.0259),
       )),
     # Not right with a new tensor either, which E says.
@@ -528,12 +571,19 @@ ATTENTION = [
      holding(AGAIN)),
     ("N", launch_with_lengths, {"prepared": True}, broken(AFTER + NOT_ZERO)),
     ("N", launch_with_lengths, {"planned": True}, holding(AGAIN)),
+    ("N", instead(launch_with_its_table, block_table=at_first("block_table")), {"planned": True},
+     broken(f"{AFTER}row 0 is off by 1.15")),
     ("U", right, {"q_len": 2}, unasked("takes one row a request, not cu_seqlens")),
     ("U", varlen(spare(0.0)), {"q_len": 0}, holding()),
     ("U", varlen(lambda rows, live, q: rows.nan_to_num(0.0)), {"q_len": 0},
      broken("rows past the end hold what the memory held")),
-    ("U", varlen(lambda rows, live, q: spare(0.0)(rows + 0 * q[live:].sum(), live, q)), {"q_len": 0},
-     broken("nan in q past the end changes a live row")),
+    *(("U", varlen(lambda rows, live, q, of=of: spare(0.0)(rows + 0 * of(q[live:]), live, q)), {"q_len": 0},
+       broken(f"{fill} in q past the end changes a live row"))
+      for of, fill in (
+          (lambda more: more.sum(), "nan"),
+          (lambda more: more.nan_to_num(0.0, INF, -INF).sum(), "inf"),
+          (lambda more: more.nan_to_num(0.0, 0.0, 0.0).mul(2).sum(), "largest"),
+      )),
     ("Q", right, {}, unasked("takes one query token a request")),
     ("Q", several(), {"q_len": 2}, holding()),
     ("Q", several_of, {"q_len": 0}, holding()),
@@ -546,8 +596,11 @@ ATTENTION = [
     # What one query token shows as well is E's.
     ("Q", several(lambda out, lens, call: out + (lens == 0)[:, None, None, None], alone=True), {"q_len": 2},
      holding()),
+    *((clause, attend(lambda out, lse, call: out), {}, holding(note)) for clause, note in (
+        ("0", ""), ("T", ""), ("B", ""), ("R", ""), ("N", AGAIN), ("L", ""), ("A", AGAIN), ("O", ""),
+    )),
     *(("L", plus(last_of_its_shape(name)), {}, broken("a launch full of NaN changes the next one"))
-      for name in "qk"),
+      for name in "qkv"),
     ("A", instead(made.decode, q=at_first("q", shape_of)), {},
      broken("new tensors of the same shape: row 0 is off by 0.763")),
     ("A", one_memory(attend(lambda out, lse, call: out)), {},
@@ -577,11 +630,11 @@ def route(change=lambda weights, ids, logits: (weights, ids), of=torch.sigmoid):
     return kernel
 
 
-def grouped(best):
+def grouped(best, of=torch.sigmoid):
     """The experts of the 2 of 4 groups with the largest ``best``."""
 
     def kernel(router_logits, top_k):
-        scores = router_logits.sigmoid()
+        scores = of(router_logits)
         groups = scores.unflatten(1, (4, -1))
         kept = torch.zeros(len(scores), 4).scatter(1, best(groups).topk(2, -1).indices, 1.0).bool()
         ids = groups.masked_fill(~kept[..., None], -1.0).flatten(1).topk(top_k, -1).indices
@@ -711,13 +764,15 @@ BIASES = {
 UNCHECKED = "not checked, no reference"
 OTHERS = [
     ("routing", "0", route(lambda weights, ids, _: (ids.int(), weights)), {}, holding()),
+    ("routing", "0", route(of=partial(torch.softmax, dim=-1)), {}, holding()),
     ("routing", "0", route(lambda w, ids, _: (w[:, :2], ids)), {},
      broken(f"shapes (6, 2), {SIX}, expected {SIX}")),
-    ("routing", "0", route(lambda w, ids, _: (w, ids.index_fill(1, torch.tensor(3), 16))), {},
-     broken("id 16 of 16 experts")),
+    *(("routing", "0", route(lambda w, ids, _, id=id: (w, ids.index_fill(1, torch.tensor(3), id))), {},
+       broken(f"id {id} of 16 experts")) for id in (-1, 16)),
     ("routing", "0", route(lambda w, ids, _: (w / 0, ids)), {}, broken("a weight is not finite")),
     ("routing", "0", grouped(lambda groups: groups.amax(-1)), {"grouped": True}, holding()),
-    ("routing", "0", grouped(lambda groups: groups.topk(2, -1).values.sum(-1)), {"grouped": True}, holding()),
+    *(("routing", "0", grouped(lambda groups: groups.topk(2, -1).values.sum(-1), of), {"grouped": True},
+       holding()) for of in (torch.sigmoid, partial(torch.softmax, dim=-1))),
     ("routing", "0", grouped(lambda groups: groups.sum(-1)), {"grouped": True},
      broken("not the experts with the best groups")),
     ("routing", "0", route(lambda w, ids, _: (w.flip(1), ids)), {},
@@ -729,26 +784,35 @@ OTHERS = [
     ("routing", "0", route(lambda w, ids, x: (w, ids, x.zero_())[:2]), {},
      broken("writes to router_logits")),
     ("routing", "0", biased, {}, holding()),
-    ("routing", "0", partial(biased, by=0.0), {}, broken("an expert with a bias of 10 is not chosen")),
+    ("routing", "0", lambda router_logits, top_k, bias: route()(router_logits + bias, top_k), {}, holding()),
+    *(("routing", "0", kernel, {}, broken("an expert with a bias of 10 is not chosen"))
+      for kernel in (
+          partial(biased, by=0.0),
+          lambda router_logits, top_k, bias: biased(
+              router_logits, top_k, bias, by=torch.eye(len(router_logits), 1)),
+      )),
     ("routing", "0", partial(biased, weigh=1.0), {},
      unasked(f"{UNCHECKED} for weights: with a bias they are of no known form")),
     *(("routing", "I", stuck(where, row), {},
        broken(f"{name}: row {row} has [0, 0, 0, 0]"))
       for row, (name, where) in zip((1, 4) * 5, LOGITS.items(), strict=False)),
-    ("routing", "I", route(lambda w, ids, x: (w + bool(x.isnan().any()), ids)), {},
-     broken("; ".join(f"{name}: a finite row changes" for name in list(LOGITS)[:3]))),
+    *(("routing", "I", route(lambda w, ids, x, of=of: of(w, ids, bool(x.isnan().any()))), {},
+       broken("; ".join(f"{name}: a finite row changes" for name in list(LOGITS)[:3])))
+      for of in (lambda w, ids, odd: (w + odd, ids), lambda w, ids, odd: (w, ids.flip(1) if odd else ids))),
     ("routing", "Ib", route(), {}, unasked("takes no bias")),
     *(("routing", "Ib", with_bias(where), {}, broken(f"{name}: row 0 has [0, 0, 0, 0]"))
       for name, where in BIASES.items()),
     ("routing", "P", route(), {}, unasked("takes no padding mask")),
     ("routing", "P", masked(nothing), {"padding_id": 16},
      broken("a padding row has the ids [-1, -1, -1, -1]")),
+    ("routing", "P", masked(lambda w, ids, mask: ids.index_put_((mask,), torch.tensor([-1, -1, -1, 7]))), {},
+     broken("a padding row has the ids [-1, -1, -1, 7]")),
     *(("routing", "P", masked(first_mask(value)), {}, broken(f"{said}"))
       for value, said in ((0.5, "a padding row has a weight"), (0.0, "the mask changes another row"))),
-    ("routing", "P", masked(lambda weights, ids, mask: ids[2].copy_(ids[2].flip(0))), {},
-     broken("the mask changes another row")),
-    ("routing", "O", lambda router_logits, top_k, bias, is_padding: biased(router_logits, top_k, bias),
-     {}, holding()),
+    *(("routing", "P", masked(lambda *results, at=at: results[at][2].copy_(results[at][2].flip(0))), {},
+       broken("the mask changes another row")) for at in (0, 1)),
+    *(("routing", clause, lambda router_logits, top_k, bias, is_padding: biased(router_logits, top_k, bias),
+       {}, holding()) for clause in "0O"),
     *(("routing", "R", route(change), {}, broken(f"{fill} in other rows changes a live row"))
       for fill, change in (
           ("nan", lambda w, ids, x: (w, ids.flip(1) if x[3:].isnan().any() else ids)),
@@ -758,6 +822,7 @@ OTHERS = [
       )),
     ("rows", "0", double, {}, unasked(UNCHECKED)),
     *(("rows", "0", kernel, {"reference": lambda x: 2 * x}, broken(said)) for kernel, said in (
+        (by_row(lambda x: len(x) == 1), "result 0: row 0 is off by 1"),
         (by_row(lambda x: (torch.arange(len(x)) > 35)[:, None]), "result 0: row 36 is off by 1"),
         (by_row(lambda x: 0 / x.amax(1, keepdim=True)), "result 0: row 5 is off by nan, which is zeros"),
         (stale(double), "result 0: row 0 is off by 10.3"),
@@ -772,20 +837,26 @@ OTHERS = [
     ("rows", "0", lambda x: x.mul_(2), {"reference": double}, broken("writes to its input")),
     ("rows", "0", lambda x: (x, x / 0), {}, broken("not finite on clean input")),
     ("rows", "0", lambda x: (x, not_twice(x)), {}, broken("other bits the second time")),
+    ("rows", "0", lambda x: (2 * x, x.sum(-1)), {"reference": lambda x: (2 * x, x.sum(-1) + 1)},
+     broken("not the reference: result 1: row 0 is off by 1")),
     ("rows", "0", lambda x: (2 * x, x.sum(-1)), {"reference": double},
      unasked(f"{UNCHECKED} for 1 of 2 results")),
     ("rows", "0", double, {"reference": lambda x: 2 * x[:, :8]},
      broken("not the reference: result 0 has shape (6, 64), the reference (6, 8)")),
     # It is asked no other number of rows.
     ("rows", "0", from_row(5, 4), {"reference": double, "live_rows": 4}, holding()),
-    ("rows", "0", lambda x: torch.cat([2 * x[:4], 2 * x[4:] + 1]), {"reference": double, "live_rows": 4},
-     holding()),
+    *(("rows", "0", lambda x: torch.cat([2 * x[:4], 2 * x[4:] + 1]), {"reference": double, "live_rows": live},
+       answer) for live, answer in (
+           (4, holding()), (5, broken("not the reference: result 0: row 4 is off by 1")),
+       )),
     *(("rows", "0", partial(fp8, **given), {}, holding())
-      for given in ({"groups": 4}, {"dtype": torch.int8, "largest": 127.0}, {"stretch": 1.9})),
+      for given in ({"groups": 4}, {"dtype": torch.float8_e5m2, "largest": 57344.0},
+                    {"dtype": torch.int8, "largest": 127.0}, {"stretch": 1.9})),
     ("rows", "0", e8m0, {}, holding()),
     ("rows", "0", lambda x: fp8(x)[0], {}, unasked(UNCHECKED)),
-    ("rows", "0", partial(fp8, dtype=torch.int8, largest=127.0, stretch=3.0), {},
-     broken("not the reference: of a range of 127 row 3 uses 42: its scale is too large")),
+    *(("rows", "0", partial(fp8, dtype=dtype, largest=largest, stretch=3.0), {}, broken(
+        f"not the reference: of a range of {largest:.0f} row 3 uses {used}: its scale is too large"))
+      for dtype, largest, used in ((torch.float8_e5m2, 57344.0, "2.05e+04"), (torch.int8, 127.0, "42"))),
     ("rows", "0", double, {"inverse": lambda x: 0.6 * x},
      broken("not the reference: dequantised, row 0 is off by 0.682")),
     ("rows", "0", lambda x: (fp8(x)[0], 1.02 * fp8(x)[1]), {},
@@ -801,11 +872,17 @@ OTHERS = [
      broken("nan in other rows: changes the shape of a result")),
     ("rows", "W", lambda x: (2 * x, torch.empty(3), x), {},
      broken("3 of 3 elements of result 1 are not written")),
+    # Rounded up to pairs of rows.
+    ("rows", "W", lambda x: torch.cat([x, x.new_empty(len(x) % 2, 64)]), {},
+     broken("64 of 384 elements of result 0 are not written")),
     ("operands", "0", scaled, SCALED | {"reference": None}, unasked(UNCHECKED)),
+    ("operands", "0", lambda x, scale: (scaled(x, scale)[0], x.sum(1) * NAN), SCALED,
+     broken("not the reference: result 1: row 0 is off by nan")),
     *(("operands", "0", kernel, SCALED, answer) for kernel, answer in (
         (lambda x, scale: scale * x, broken("not the reference: 1 results in place of 2")),
         (lambda x, scale: (*scaled(x, scale), x.zero_())[:2], broken("writes to x")),
     )),
+    ("operands", "0", lambda x: (x, not_twice(x)), SCALED, broken("other bits the second time")),
 ]  # fmt: skip
 
 
