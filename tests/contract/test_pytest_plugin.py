@@ -111,6 +111,7 @@ def test_nothing_happens_without_the_option(pytester):
     ("line", "found"),
     [
         ("from staleproof import audit", True),
+        ("from staleproof import mla_decode, audit as contract", True),
         ("    from staleproof.audit import rows", True),
         ("import staleproof.audit", True),
         ("from staleproof.auditing import audit", False),

@@ -194,6 +194,11 @@ def _raised(error: BaseException):
             "raises RuntimeError: CUDA error: device-side assert",
             False,
         ),
+        (
+            RuntimeError("Triton Error [CUDA]: an illegal memory access"),
+            "raises RuntimeError: Triton Error [CUDA]: an illegal memory access",
+            False,
+        ),
     ],
 )
 def test_error_of_a_kernel_is_a_break_in_one_line(error, note, alive):

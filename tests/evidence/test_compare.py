@@ -34,8 +34,10 @@ def test_error_of_rounding_is_allowed_and_twice_that_is_found(dtype):
         *((64, {0: by}, "an element off by 0.125, 0.125 is allowed") for by in (1 / 8 + 1e-6, -1 / 8 - 1e-6)),
         # Half of the elements either way, so that no factor is common.
         (64, dict.fromkeys(range(32), 1 / 8) | dict.fromkeys(range(32, 64), -1 / 8), None),
+        (64, dict.fromkeys(range(64), 1 / 32), None),
         (64, dict.fromkeys(range(64), 1 / 32 + 1e-6), "a common factor off by 0.0313, 0.0312 is allowed"),
         (4, dict.fromkeys(range(4), -1 / 16 - 1e-6), "a common factor off by 0.0625, 0.0625 is allowed"),
+        (4, dict.fromkeys(range(4), 1 / 16), None),
     ],
 )
 def test_row_off_by_more_than_the_budget_is_found(columns, change, said):

@@ -120,6 +120,7 @@ def test_a_patch_that_stands_or_is_not_needed_meets_the_requirement(state):
         (("in place", "not needed", "waiting"), ("in place", "")),
         (("in place", "gone"), ("partly", "gone")),
         (("not needed", "gone", "waiting"), ("refused", "gone")),
+        (("not needed", "waiting"), ("will be patched", "")),
         (("not needed",), ("not needed", "")),
         ((), ("will be patched", "")),
     ],

@@ -84,6 +84,8 @@ def test_the_text_of_a_method(tmp_path):
 
 
 CUT = {
+    "a string at the margin": 'class A:\n    def run(self, x):\n        return """\nend"""\n',
+    "two classes": "class A:\n    def run(self): pass\nclass A:\n    def run(self, x): pass\n",
     "a bracket at the margin": "class A:\n    def run(self, x):\n        return (1 +\n2)\n",
     "two of one name": "class A:\n    def run(self):\n        pass\n\n    def run(self, x):\n        pass\n",
     "two spaces": "class A:\n  def run(self, x):\n    pass\n",

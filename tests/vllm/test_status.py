@@ -214,6 +214,7 @@ def test_a_posix_locale_reads_every_file(installed, tmp_path):
         ),
         ("UNKNOWN=prob", "STALEPROOF_UNKNOWN: expected probe, got 'prob'"),
         ("PORT=abc", "STALEPROOF_PORT: expected 1 to 65535, got 'abc': nobody can ask"),
+        ("PORT=65536", "STALEPROOF_PORT: expected 1 to 65535, got '65536': nobody can ask"),
         (
             f"SWITCH={__file__}",
             f"STALEPROOF_SWITCH: {__file__} switches off the patches that it names, or all",

@@ -93,6 +93,7 @@ def test_json_has_every_sample_and_is_in_order_of_name():
     ("steps", "counted", "layers", "said"),
     [
         ([8], [8], [], "step 8"),
+        ([8], [0], [], "step 8"),
         ([], [], [], "step 0"),
         ([5, 4], [2, 1], [], "step 9; counts are of 3 steps: of all there were about 3.0 times as many"),
         ([8], [8], [2], "step 8; one layer in 2"),

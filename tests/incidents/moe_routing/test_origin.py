@@ -40,6 +40,18 @@ def test_the_pool_gives_each_byte_to_one_tensor(plan):
     assert pool.free_blocks == {0: 2**18}
 
 
+def test_the_pool_takes_the_smallest_block_that_fits_and_leaves_its_bytes():
+    pool = Pool("cpu")
+    large, between, small, _last = (pool.empty(n) for n in (4096, 256, 1024, 256))
+    small.fill_(3.0)
+    pool.free(large)
+    pool.free(small)
+    again = pool.empty(512)
+    assert again.data_ptr() == small.data_ptr()
+    assert again.tolist() == [3.0] * 512
+    assert between.data_ptr() != again.data_ptr()
+
+
 @pytest.mark.parametrize("shares_experts", [False, True])
 def test_each_rank_has_its_slice_of_each_expert_or_its_share_of_the_experts(shares_experts):
     *_, up, down = origin.Model(Setting(), "cpu", 0).layers[1]
