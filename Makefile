@@ -39,7 +39,8 @@ NBVAL_TIME := 3 minutes
 BOOK := $(CURDIR)/workbook/_build/book
 BUILD_BOOK = if $(BIN)/python -c "import sphinx" 2>/dev/null; then \
   $(BIN)/python -m sphinx -q -W --keep-going -c book . $(BOOK) -d workbook/_build/doctrees && \
-  echo "the book: $(BOOK)/index.html"; \
+  $(BIN)/python -m zipfile -c $(BOOK).zip $(BOOK) && \
+  echo "the book: $(BOOK)/index.html; to send: $(BOOK).zip"; \
   else echo "no Sphinx here: the book is not built (pip install -e '.[book]')"; fi
 BIN := .venv/bin
 READY := .venv/.ready

@@ -6,6 +6,7 @@ itables draws them (DataTables, inlined: no page asks another machine), in the p
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -213,7 +214,12 @@ def verdicts() -> str:
             | grades
         )
     rows.sort(key=lambda row: STATES.index(row["state"]))
-    return drawn(
+    count = Counter(row["state"] for row in rows)
+    first = (
+        f"<p><b>{len(rows)} questions. Not as expected: {count['unexpected']}. "
+        f"Other answers on other machines: {count['differs']}.</b></p>"
+    )
+    return first + drawn(
         pd.DataFrame(rows),
         "verdicts",
         pageLength=25,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -92,6 +93,14 @@ def test_no_word_is_cut_off(columns):
     slanted = (35, "left") if len(columns[1]) > 1 else (0, "center")
     assert (label.get_rotation(), label.get_ha()) == slanted
     assert {to_hex(word.get_color()) for word in words} == {INK}
+
+
+def test_legend_wider_than_the_cells_is_not_cut():
+    states = ("NaN in a live row", "this step", "an earlier step", "NaN of an earlier step", "zero")
+    page = plots.svg(plots.grid([[state] for state in states], rows=[""] * 5, columns=["1"])).data
+    width = float(re.search(r'viewBox="0 0 ([0-9.]+)', page)[1])
+    last = float(re.search(r'x="([0-9.]+)"[^>]*>zero<', page)[1])
+    assert last + len("zero") * plots.FONT / 2 < width
 
 
 def test_uptime_draws_each_share_at_the_end_of_its_window():

@@ -291,10 +291,13 @@ def svg(fig: Figure, alt: str = "", caption: str = "") -> SVG:
     style: Any = {"svg.hashsalt": "staleproof", "svg.fonttype": "none", "hatch.linewidth": 0.8}
     with mpl.rc_context(style):
         title = {"Title": alt} if alt else {}
-        fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None, **title})
-    about = {name: words for name, words in (("alt", alt), ("caption", caption)) if words}
+        # As wide as its words: a legend may be wider than the cells above it.
+        fig.savefig(
+            text, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None, **title}
+        )
+    words = {name: given for name, given in (("alt", alt), ("caption", caption)) if given}
     picture = text.getvalue().replace("<svg ", '<svg role="img" ', 1)
-    return SVG(picture, metadata=about or None)
+    return SVG(picture, metadata=words or None)
 
 
 def picture(fig: Figure, alt: str, caption: str) -> None:
