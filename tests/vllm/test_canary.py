@@ -114,10 +114,13 @@ def test_one_block_is_filled_in_its_own_group(shape, block, keys, dtype):
 
 
 @pytest.mark.parametrize(("shape", "keys"), [((7, 7, 4), False), ((6, 4, 9), True)])
-def test_cache_of_an_unknown_layout_refuses_poison(shape, keys, caplog):
+def test_cache_of_an_unknown_layout_is_refused(shape, keys, caplog):
     poison.settings.keys = keys
     poison._begin(None, (runner(torch.ones(shape), blocks=6),), {})
     assert "is of no known layout" in registry.reason("poison")
+    # Contain has to zero whole blocks.
+    contain._allocated(None, (runner(torch.ones(shape), blocks=6),), {})
+    assert ("is of no known layout" in (registry.reason("contain") or "")) is not keys
 
 
 @pytest.mark.parametrize(

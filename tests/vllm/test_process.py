@@ -19,6 +19,7 @@ FILES = {
     "late": "def late():\n    pass\n",
     "v1.engine.core": "class EngineCore:\n    def __init__(self, worker=None):\n"
     "        if worker:\n            worker.compile_or_warm_up_model()\n        import vllm.ops\n",
+    "v1.core.sched.scheduler": "class Scheduler:\n    def __init__(self):\n        pass\n",
     "v1.worker.gpu_worker": "class Worker:\n    def compile_or_warm_up_model(self):\n        return 1.5\n",
 }
 
@@ -72,6 +73,15 @@ def test_a_worker_in_a_process_of_its_own(vllm, caplog, monkeypatch):
     # The two functions that it waits for are no patches.
     assert "is in place" not in caplog.text
     assert registry.in_service() == []
+
+
+def test_engine_core_that_is_spawned_is_ready_when_its_scheduler_is_made(vllm, monkeypatch):
+    """It loads its plugins inside its own __init__, which is not wrapped any more then."""
+    ready = []
+    process.watch(ready.append)
+    monkeypatch.setattr(process, "_starting", [])
+    scheduler = vllm("v1.core.sched.scheduler").Scheduler()
+    assert ready == [scheduler]
 
 
 @pytest.mark.parametrize("configured", [True, False])

@@ -17,7 +17,7 @@ from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target, logger, out_of_service
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.patches.published_unwritten import PREEMPT, SCHEDULER, unknown
-from staleproof.vllm.poison import PLAN, RUNNER, RUNNER_V2, UPDATE, UPDATE_V2
+from staleproof.vllm.poison import ALLOCATED, INIT, PLAN, RUNNER, RUNNER_V2, UPDATE, UPDATE_V2
 from staleproof.vllm.sources import Evidence, PatchError, Sources, file_of
 from staleproof.vllm.standing import registry
 
@@ -25,6 +25,7 @@ NAME, VARIABLE, RAISES = "contain", "STALEPROOF_CONTAIN", "VLLM_RAISE_ON_LOGIT_N
 MESSAGE = "staleproof: logits were NaN or Inf; the request was ended, and no token of that step was sent"
 SAMPLER, REJECTION = "vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 BATCH = "self", "logits", "input_batch"
+OUTPUT = "self", "scheduler_output", "model_runner_output"
 # Kept on objects of vLLM's. On a batch, then on the runner: the flags of a step. On a step's output: whose
 # logits are not finite. On a request: tokens that it hit first, and the blocks that it left when preempted.
 # On the scheduler: blocks to zero when they are next given out, steps, and requests ended. On a plan: blocks
@@ -60,6 +61,13 @@ def asked(environment: Mapping[str, str]) -> bool:
 def _flags(logits: Any) -> Any:
     """Of each row: whether its largest logit is a number. A NaN or +Inf is not; -Inf may be a mask's."""
     return logits.amax(-1) < float("inf")
+
+
+def _allocated(result: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """After the cache was allocated: step back if its blocks could not be zeroed."""
+    if (why := kv_memory.unknown_layout(args[0])) is not None:
+        out_of_service(registry.step_back(NAME, why))
+    return result
 
 
 def _look(args: Arguments, kwargs: Keywords) -> None:
@@ -195,7 +203,8 @@ def _written(scheduler: Any, request: Any) -> set[int]:
 
 def _preempted(args: Arguments, kwargs: Keywords) -> None:
     """Before a request is preempted: with asynchronous scheduling its last step may still be computed."""
-    setattr(request := argument(args, kwargs, 1, "request"), LEFT, _written(args[0], request))
+    request = argument(args, kwargs, 1, "request")
+    setattr(request, LEFT, _written(args[0], request))
 
 
 def _end(args: Arguments, kwargs: Keywords) -> None:
@@ -242,9 +251,6 @@ def _tell(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     return result
 
 
-OUTPUT = "self", "scheduler_output", "model_runner_output"
-
-
 def _serves_on(sources: Sources) -> Evidence:
     update = sources.function(file_of(SCHEDULER), "Scheduler.update_from_output")
     if "nan_fault_tolerance" in update.text:
@@ -267,6 +273,7 @@ PATCH = Patch(
             vital=True,
         ),
         Target(RUNNER, "GPUModelRunner.sample_tokens", ("self",), after=_attach, vital=True),
+        Target(RUNNER, INIT, ALLOCATED, after=_allocated, vital=True),
         Target(RUNNER, UPDATE, PLAN, after=_zero, vital=True),
         Target(SAMPLER, "Sampler.__call__", BATCH, before=_look_v2, vital=True),
         Target(REJECTION, "RejectionSampler.__call__", BATCH, before=_look_v2, vital=True),
@@ -278,6 +285,7 @@ PATCH = Patch(
             vital=True,
         ),
         Target(RUNNER_V2, "GPUModelRunner.sample_tokens", ("self",), after=_attach, vital=True),
+        Target(RUNNER_V2, INIT, ALLOCATED, after=_allocated, vital=True),
         Target(RUNNER_V2, UPDATE_V2, PLAN, after=_zero, vital=True),
         Target(SCHEDULER, "Scheduler.__init__", ("self",), after=_begin, vital=True),
         Target(SCHEDULER, "Scheduler.schedule", ("self",), after=_planned, vital=True),

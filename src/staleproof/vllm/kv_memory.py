@@ -107,6 +107,15 @@ def caches(runner: Any, keys: bool) -> Iterator[tuple[int, torch.Tensor]]:
                 yield number, _by_block(cache, runner.kv_cache_config.num_blocks, keys)
 
 
+def unknown_layout(runner: Any, keys: bool = False) -> str | None:
+    """Why blocks of a runner's cache cannot be filled; ``None`` if they can."""
+    try:
+        list(caches(runner, keys))
+    except PatchError as error:
+        return str(error)
+    return None
+
+
 def _by_block(cache: torch.Tensor, blocks: int, keys: bool) -> torch.Tensor:
     """View a cache with its blocks first; a block may be several rows, if the kernel's blocks are smaller."""
     shape = tuple(cache.shape)

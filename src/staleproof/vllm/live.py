@@ -44,6 +44,7 @@ class Here:
         version: of vLLM.
         names: the patches that were put in place, or wait for an import.
         decided: patch -> state and reason of the others, when the plugin was loaded.
+        applied: whether patches were decided about.
         ready: whether its engine or worker runs.
         incidents: patch -> incident, of all that there are.
         model: as it is served, once that is known.
@@ -52,6 +53,7 @@ class Here:
     version: str = ""
     names: list[str] = field(default_factory=list)
     decided: dict[str, State] = field(default_factory=dict)
+    applied: bool = False
     ready: bool = False
     incidents: dict[str, str] = field(default_factory=dict)
     model: str = ""

@@ -263,6 +263,10 @@ def register() -> None:
             warn_once(reason if isinstance(error, PatchError) else f"{stands}: {reason}")
             here.decided |= {name: (REFUSED, reason) for name in patches() if name not in here.names}
         process.contained(lambda: _apply_on_request(here), "nothing is poisoned or contained")
+        if here.applied or here.names:
+            # After the patches: what they find out when a scheduler is made counts when it is ready.
+            stands = f"{', '.join(here.names) or 'none'} stand, no others"
+            process.contained(lambda: process.watch(functools.partial(_ready, here)), stands)
         process.contained(lambda: _open(here), "the state of this server cannot be asked")
         if require:
             process.required(require, here.found(), here.incidents)
@@ -317,7 +321,7 @@ def _apply(here: live.Here) -> None:
         warn_once(f"on vLLM {version}, refused: {'; '.join(refused)}")
     summary = "; ".join(f"{state}: {', '.join(names)}" for state, names in by_state.items())
     process.say(f" on vLLM {version}: {summary}")
-    process.watch(functools.partial(_ready, here))
+    here.applied = True
 
 
 def _apply_on_request(here: live.Here) -> None:
@@ -340,8 +344,6 @@ def _apply_on_request(here: live.Here) -> None:
             elif needed:
                 patch.apply(of.name)
                 here.names.append(patch.name)
-                if not here.version:
-                    process.watch(functools.partial(_ready, here))
                 here.version = version
         except (Exception, SystemExit) as error:
             patch.revert()
@@ -363,12 +365,13 @@ def _open(here: live.Here) -> None:
 
 def _ready(here: live.Here, engine: Any) -> None:
     """Say what stands when the engine or worker of this process is ready."""
-    here.ready = True
+    again, here.ready = here.ready, True
     names = getattr(getattr(engine, "vllm_config", None), "model_config", None)
-    here.model = str(getattr(names, "served_model_name", ""))
+    here.model = str(getattr(names, "served_model_name", here.model))
     found = here.found()
     stands = {n: state for n, state in found.items() if n in here.names or state[0] == REFUSED}
-    process.say(process.line(here.version, stands))
+    if not again:
+        process.say(process.line(here.version, stands))
     process.contained(here.publish, "the state of this process cannot be asked")
     process.contained(live.beat, "no patch comes back, and none is switched")
     process.required(os.environ.get(process.REQUIRE), found, here.incidents)

@@ -25,7 +25,7 @@ RUNNER, RUNNER_V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model
 PLAN = "self", "scheduler_output"
 # The functions of the two model runners that take in a step's blocks and zero what vLLM zeroes.
 UPDATE, UPDATE_V2 = "GPUModelRunner._update_states", "GPUModelRunner.update_requests"
-INIT = "GPUModelRunner.initialize_kv_cache"
+INIT, ALLOCATED = "GPUModelRunner.initialize_kv_cache", ("self", "kv_cache_config")
 MANAGER, ALLOCATE = (
     "vllm.v1.core.single_type_kv_cache_manager",
     "SingleTypeKVCacheManager.allocate_new_blocks",
@@ -122,17 +122,13 @@ def _begin(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     runner = args[0]
     dtype, device = runner.vllm_config.cache_config.cache_dtype, runner.device.type
     settings.keys |= device == "cpu"
-    try:
-        if dtype not in kv_memory.WITH_NAN or (_has_fnuz() and dtype.startswith("fp8")):
-            raise PatchError(f"a KV cache of {dtype} has no NaN that we know of")
-        if dtype == "fp8_ds_mla" and not math.isnan(settings.value):
-            raise PatchError(
-                f"{VALUE}={settings.value}: a KV cache of {dtype} mixes formats; only nan fits all"
-            )
-        for _ in kv_memory.caches(runner, settings.keys):
-            pass
-    except PatchError as error:
-        out_of_service(registry.step_back(NAME, str(error)))
+    refused = kv_memory.unknown_layout(runner, settings.keys)
+    if dtype not in kv_memory.WITH_NAN or (_has_fnuz() and dtype.startswith("fp8")):
+        refused = f"a KV cache of {dtype} has no NaN that we know of"
+    elif dtype == "fp8_ds_mla" and not math.isnan(settings.value):
+        refused = f"{VALUE}={settings.value}: a KV cache of {dtype} mixes formats; only nan fits all"
+    if refused is not None:
+        out_of_service(registry.step_back(NAME, refused))
         return result
     what = "keys of new KV blocks" if settings.keys else "new KV blocks"
     why = " (the CPU kernel multiplies values behind a request's end by 0)" if device == "cpu" else ""
@@ -174,9 +170,9 @@ PATCH = Patch(
     targets=(
         Target(MANAGER, ALLOCATE, ("self",), after=_record, vital=True),
         Target(SCHEDULER, "Scheduler.schedule", ("self",), before=_clear, after=_plan, vital=True),
-        Target(RUNNER, INIT, ("self", "kv_cache_config"), after=_begin, vital=True),
+        Target(RUNNER, INIT, ALLOCATED, after=_begin, vital=True),
         Target(RUNNER, UPDATE, PLAN, after=_fill, vital=True),
-        Target(RUNNER_V2, INIT, ("self", "kv_cache_config"), after=_begin, vital=True),
+        Target(RUNNER_V2, INIT, ALLOCATED, after=_begin, vital=True),
         Target(RUNNER_V2, UPDATE_V2, PLAN, after=_fill, vital=True),
     ),
     probe=_keeps_bytes,

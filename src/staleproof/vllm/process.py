@@ -15,6 +15,8 @@ from staleproof.vllm.standing import CACHE, REPORT, registry
 # By now all modules that this process needs are imported. A worker may share the engine's process.
 ENGINE = "vllm.v1.engine.core", "EngineCore.__init__"
 WORKER = "vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model"
+# An engine core that is spawned loads its plugins in its own __init__. Its scheduler is made last.
+CORE = "vllm.v1.core.sched.scheduler", "Scheduler.__init__"
 REQUIRE = "STALEPROOF_REQUIRE"
 IN_PLACE, PARTLY, REFUSED, OFF, WAITING, NOT_NEEDED = (
     *("in place", "partly", "refused", "off"),
@@ -100,9 +102,9 @@ def required(text: str | None, found: Mapping[str, tuple[str, str]], known: Iter
 
 
 def watch(ready: Callable[[Any], None]) -> None:
-    """Call ``ready`` with the engine of this process when it is ready, or the worker if there is none.
+    """Call ``ready`` with the engine of this process when it is ready; or the worker, or the scheduler.
 
-    What it raises ends vLLM.
+    It may be called twice. What it raises ends vLLM.
     """
 
     def starting(engine: bool, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,10 +121,10 @@ def watch(ready: Callable[[Any], None]) -> None:
         start.staleproof_replaces = original  # type: ignore[attr-defined]
         return start
 
-    # Two functions that everything needs: that they are wrapped is no news. Exchanged, and not hooked,
+    # Functions that everything needs: that they are wrapped is no news. Exchanged, and not hooked,
     # because what a hook raises is contained.
     registry.of(REPORT).announced = True
-    for place in (ENGINE, WORKER):
+    for place in (ENGINE, WORKER, CORE):
         swap = functools.partial(starting, place == ENGINE)
         hooks.wrap(REPORT, Target(*place, ("self",), swap=swap))
 
