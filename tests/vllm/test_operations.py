@@ -53,8 +53,8 @@ def served_fixture():
     arrived(watch)
     registry.of("undrained_ids").targets["vllm.a:b"] = "in place"
     live._here[:] = [live.Here("0.22.1", ["undrained_ids"], model="m")]
-    # As the detector of incident 7 does.
-    registry.of("watch").counters["unwritten_hits"] = lambda: 2
+    # As the detector of incident 7 does, and contain.
+    registry.of("watch").counters |= {"unwritten_hits": lambda: 2, "contained_requests": lambda: 1}
     port = watch_port.serve(watch, 0, Blocks([STATE, ATTENTION], [16, 16]), memory)
     text = port.RequestHandlerClass._metrics(type("", (), {"server": port})())[2].decode()
     port.shutdown()
@@ -122,6 +122,7 @@ INFO = 'staleproof_patch_info{process="server",patch="a",state='
 AGE, BEGUN = "staleproof_reading_age_seconds", "staleproof_begun_steps_total"
 LIVE, TWICE = 'staleproof_bad_rows_total{rows="live"', 'staleproof_duplicate_expert_rows_total{rows="live"'
 PAD, HITS, UP = LIVE.replace("live", "padding"), "staleproof_unwritten_hits_total", "staleproof_watch_up"
+CONTAINED = "staleproof_contained_requests_total"
 RUNS, COUNTED = "staleproof_stage_runs_total", "staleproof_counted_steps_total"
 DOWN = {"up": "1+0x10 0+0x40", "staleproof_ok": "1+0x10 _x40"}
 # Alert, minute: series that let it fire, and such that do not.
@@ -130,6 +131,7 @@ SERIES = [
     ("BadLiveRows", 30, {LIVE: "0+5x40"}, {LIVE: "0+5x9 45+0x40"}),
     ("DuplicateExperts", 18, {TWICE: "0+1x20"}, {TWICE: "3+0x20"}),
     ("UnwrittenHits", 18, {HITS: "0+1x20"}, {HITS: "4+0x20"}),
+    ("ContainedRequests", 18, {CONTAINED: "0+1x20"}, {CONTAINED: "4+0x20"}),
     ("PatchRefused", 18, {INFO + '"partly"': "1+0x20"}, {INFO + '"in place"': "1+0x20"}),
     ("PatchSwitchedOff", 1560, {INFO + '"off"': "1+0x2000"}, {INFO + '"off"': "1+0x20"}),
     ("WatchOutOfService", 18, {UP: "0+0x20"}, {UP: "1+0x20"}),

@@ -36,6 +36,7 @@ SAMPLES = [
     sample("canary_rows", 2.0, layer="layers.0", rows="padding"),
     sample("canary_rows", 1.0, layer="layers.1", rows="live"),
     sample("stale_blocks_read", 6.0, written_as="state", read_as="keys"),
+    sample("bad_row_blocks", 2.0, request="b", blocks="4-5 of a (step 1)"),
     sample("unprofiled_bytes", 3 * 2**19, owner="layers.*.out"),
     sample("unprofiled_bytes", 0.0, owner="nobody"),
     *PATCHES,
@@ -125,6 +126,7 @@ def test_the_table_has_a_row_for_each_stage_and_layer_and_notes_below():
     assert table.caption.splitlines() == [
         "moe_routing active; kv_reuse off",
         "3 bad rows hold a canary: nobody wrote them",
+        "the first bad live row's request b read blocks 4-5 of a (step 1)",
         "6 blocks of state read as keys before written",
         "1.5 MiB unprofiled: layers.*.out",
     ]

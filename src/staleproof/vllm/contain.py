@@ -35,13 +35,13 @@ DIRTY, STEP, ENDED = "_staleproof_dirty", "_staleproof_step", "_staleproof_ended
 _ended = [0]
 
 
-def asked(environment: Mapping[str, str]) -> bool:
+def enabled(environment: Mapping[str, str]) -> bool:
     """Whether requests are to be contained.
 
     Raises:
         PatchError: a value that is not known, or vLLM would stop before us.
 
-    >>> asked({}), asked({"STALEPROOF_CONTAIN": "0"}), asked({"STALEPROOF_CONTAIN": "1"})
+    >>> enabled({}), enabled({"STALEPROOF_CONTAIN": "0"}), enabled({"STALEPROOF_CONTAIN": "1"})
     (False, False, True)
     """
     word = environment.get(VARIABLE, "").strip()

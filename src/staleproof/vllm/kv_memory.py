@@ -14,16 +14,8 @@ if TYPE_CHECKING:
 
 # Formats of a cache in which a byte 0xFF is NaN, or a part of one, whatever the width of a number.
 WITH_NAN = (
-    "auto",
-    "half",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float",
-    "fp8",
-    "fp8_e4m3",
-    "fp8_e5m2",
-    "fp8_ds_mla",
+    *("auto", "half", "float16", "bfloat16", "float", "float32"),
+    *("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
 )
 # By a part of its name: groups of the cache whose blocks are not tokens of the request.
 NOT_TOKENS = "Mamba", "CrossAttention", "EncoderOnly"

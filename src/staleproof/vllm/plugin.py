@@ -330,7 +330,7 @@ def _apply_on_request(here: live.Here) -> None:
     for module in ON_REQUEST:
         patch = module.PATCH
         try:
-            if not module.asked(os.environ):
+            if not module.enabled(os.environ):
                 if patch.name in map(str.strip, required):
                     here.decided[patch.name] = process.OFF, f"{module.VARIABLE} does not ask for it"
                 continue

@@ -26,10 +26,8 @@ PLAN = "self", "scheduler_output"
 # The functions of the two model runners that take in a step's blocks and zero what vLLM zeroes.
 UPDATE, UPDATE_V2 = "GPUModelRunner._update_states", "GPUModelRunner.update_requests"
 INIT, ALLOCATED = "GPUModelRunner.initialize_kv_cache", ("self", "kv_cache_config")
-MANAGER, ALLOCATE = (
-    "vllm.v1.core.single_type_kv_cache_manager",
-    "SingleTypeKVCacheManager.allocate_new_blocks",
-)
+MANAGER = "vllm.v1.core.single_type_kv_cache_manager"
+ALLOCATE = "SingleTypeKVCacheManager.allocate_new_blocks"
 # Kept on the pool while a step is planned, group -> ids of new blocks; then on the plan, ids of each group.
 NEW = "_staleproof_new"
 
@@ -54,13 +52,13 @@ class Settings:
 settings = Settings()
 
 
-def asked(environment: Mapping[str, str]) -> bool:
+def enabled(environment: Mapping[str, str]) -> bool:
     """Read the settings; whether blocks are to be filled.
 
     Raises:
         PatchError: a value that is not known.
 
-    >>> asked({}), asked({"STALEPROOF_POISON": "kv,over-zeroing"}), settings.over_zeroing
+    >>> enabled({}), enabled({"STALEPROOF_POISON": "kv,over-zeroing"}), settings.over_zeroing
     (False, True, True)
     """
     words = {word.strip() for word in environment.get(VARIABLE, "").split(",") if word.strip()}
