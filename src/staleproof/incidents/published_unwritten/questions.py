@@ -288,6 +288,39 @@ def failed_load(server: Server, device: str) -> Answer:
         return of_hits([serve(engine, [Arrival("stranger", [*prompt, 9], 2)])])
 
 
+# Release and tokens of the hit, in blocks of 16.
+LOADS = {
+    f"vLLM {release}, hit of {tokens} tokens": (release, tokens)
+    for release in ("0.24.0", "0.26.0", NEWEST)
+    for tokens in (40, 48)
+}
+
+
+@incident.question(
+    "asynchronous load",
+    LOADS,
+    expect=dict.fromkeys(LOADS, "zeroed or loaded")
+    | {f"vLLM {release}, hit of 40 tokens": "a tail is neither" for release in ("0.26.0", NEWEST)},
+    evidence=lambda subject: Evidence(Grade.REAL, f"vLLM {subject[0]} Scheduler"),
+)
+def asynchronous_load(subject: tuple[str, int], device: str) -> Answer:
+    """A hybrid model, a hit that a connector loads: who writes the rest of the block in which it ends?
+
+    From 0.26.0 on vLLM does not zero blocks that await such a load, so it is the connector's duty (#55085).
+    """
+    release, tokens = subject
+    with Server(release).loaded():
+        engine = real.Real(24, store=real.AsyncStore(tokens), policy="fcfs", threshold=0, hybrid=True)
+        engine.add(Arrival("one", [*range(60)], 2))
+        blocks, zeroed = real.loaded(engine)
+    # The block in which the load ends, if it ends inside one.
+    tail = blocks[tokens // real.BLOCK : -(-tokens // real.BLOCK)]
+    numbers = {"blocks": blocks, "zeroed": sorted(zeroed), "tail": tail}
+    return good_if(
+        {*tail} <= zeroed, "zeroed or loaded" if {*tail} <= zeroed else "a tail is neither", **numbers
+    )
+
+
 leak.add(incident)
 
 

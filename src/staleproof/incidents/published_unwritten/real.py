@@ -27,7 +27,8 @@ FILES = (
     *("v1.request", "v1.kv_cache_interface", "v1.kv_cache_spec_registry", "v1.outputs", "v1.metrics.stats"),
     *("v1.structured_output.request", "utils.math_utils", "_bc_linter"),
 )
-BLOCK = 16
+# Tokens of a block, and of a block of recurrent state.
+BLOCK, STATE = 16, 8192
 
 
 class _Unset(SimpleNamespace):
@@ -88,6 +89,7 @@ def _scheduler(
     budget: int = 512,
     seqs: int = 8,
     asynchronous: bool = False,
+    hybrid: bool = False,
 ) -> Any:
     """vLLM's scheduler for one group of full attention.
 
@@ -98,6 +100,7 @@ def _scheduler(
         budget: tokens of a step.
         seqs: requests of a step.
         asynchronous: take ``AsyncScheduler``.
+        hybrid: beside it a group of recurrent layers, without prefix caching.
     """
     import torch
 
@@ -111,7 +114,7 @@ def _scheduler(
             long_prefill_token_threshold=threshold, enable_chunked_prefill=True, watermark=0,
             async_scheduling=asynchronous, prefill_schedule_interval=1, scheduler_reserve_full_isl=True,
         ),
-        cache_config=_Unset(num_gpu_blocks=blocks, enable_prefix_caching=True, block_size=BLOCK),
+        cache_config=_Unset(num_gpu_blocks=blocks, enable_prefix_caching=not hybrid, block_size=BLOCK),
         model_config=_Unset(max_model_len=8192),
         parallel_config=_Unset(
             decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1,
@@ -123,6 +126,9 @@ def _scheduler(
     )  # fmt: skip
     tensor = fitting(kv.KVCacheTensor, size=1, shared_by=["0"], layers=["0"], layer_stride=0, block_stride=1)
     groups = [kv.KVCacheGroupSpec(["0"], spec)]
+    if hybrid:
+        state = fitting(kv.MambaSpec, block_size=STATE, shapes=((8,),), dtypes=(torch.float32,))
+        groups.append(kv.KVCacheGroupSpec(["1"], state))
     return fitting(
         cls,
         vllm_config=config,
@@ -130,7 +136,8 @@ def _scheduler(
             num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups
         ),
         structured_output_manager=SimpleNamespace(should_advance=_none, accept_tokens=lambda *args: True),
-        block_size=BLOCK,
+        # A multiple of every group's.
+        block_size=STATE if hybrid else BLOCK,
         hash_block_size=BLOCK,
         mm_registry=SimpleNamespace(supports_multimodal_inputs=_none),
     )
@@ -165,6 +172,18 @@ class Store:
         return _none
 
 
+class AsyncStore(Store):
+    """The same with asynchronous loads; a load may end inside a block, and writes no token behind its end."""
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+        """(tokens beyond the local hit, whether the load is asynchronous)."""
+        return self.tokens - computed, True
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """The groups that a load restores: attention. vLLM 0.33.0 asks for them."""
+        return (0,)
+
+
 def rows(scheduler: Any, scheduled: Any) -> list[Row]:
     """The work that a ``SchedulerOutput`` gives to the worker, one row a request."""
     fresh = {new.req_id for new in scheduled.scheduled_new_reqs}
@@ -176,6 +195,26 @@ def rows(scheduler: Any, scheduled: Any) -> list[Row]:
         start = one.num_computed_tokens - tokens
         found.append(Row(name, one.all_token_ids, blocks, start, tokens, name in fresh))
     return found
+
+
+def loaded(engine: Real) -> tuple[list[int], set[int]]:
+    """Plan the asynchronous load of the one request, let it end, and plan the step behind it.
+
+    Returns:
+        The request's blocks of attention, and the blocks that vLLM asked the worker to zero.
+    """
+    scheduler, zeroed = engine.scheduler, set[int]()
+    (name,) = scheduler.requests
+    received = _Unset(finished_recving={name})
+    for output in (received, None):
+        scheduled = scheduler.schedule()
+        zeroed |= {*(scheduled.new_block_ids_to_zero or ())}
+        if output is not None:
+            made = importlib.import_module("vllm.v1.outputs").ModelRunnerOutput
+            empty: dict[str, Any] = {"req_ids": [], "req_id_to_index": {}, "sampled_token_ids": []}
+            scheduler.update_from_output(scheduled, fitting(made, **empty, kv_connector_output=output))
+    blocks, _ = scheduler.kv_cache_manager.get_block_ids(name)
+    return [*blocks], zeroed
 
 
 _arrivals = count()
