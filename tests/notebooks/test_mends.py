@@ -22,6 +22,10 @@ RIGHT = {
     ],
     "03": ["def mended(scores, k): return choose([s if s == s else 0.0 for s in scores], k)"],
     "04": ["def take(block, hit): hit or block.zero_()"],
+    "05": [
+        "def product(values, scales, owned): return torch.where(owned, values * scales, 0.0).sum()",
+        "def product(values, scales, owned): return (values * scales)[owned].sum()",
+    ],
 }
 # By notebook: mends that are wrong, each with a part of its hint.
 WRONG = {
@@ -39,6 +43,15 @@ WRONG = {
         ("def take(block, hit): pass", "the state's bytes"),
         ("def take(block, hit): block.zero_()", "the cached prefix is gone"),
         ("def take(block, hit): values.fill_(1)", "the cached prefix is gone"),
+    ],
+    "05": [
+        ("def product(values, scales, owned): return (values * scales).sum()", "padding still matters"),
+        ("def product(values, scales, owned): return (values * scales)[:2].sum()", "see owned"),
+        (
+            "def product(values, scales, owned): return torch.where(values != 0, values * scales, 0.0).sum()",
+            "a block of zeros",
+        ),
+        ("def product(values, scales, owned): return (values * scales).nansum()", "own NaN is hidden"),
     ],
 }
 
