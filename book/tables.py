@@ -207,11 +207,12 @@ def verdicts() -> str:
         else:
             state = "differs" if len({finding.verdict for finding in ran}) > 1 else "same"
         names = {"incident": key.incident, "question": key.question, "variant": key.variant}
-        grades = {"whose code": next((finding.grade for finding in ran), "-"), "state": state}
+        grade = {"whose code": next((finding.grade for finding in ran), "-")}
         rows.append(
             {name: html.escape(text) for name, text in names.items()}
+            | {"state": state}
             | {machine: cell(row.get(machine)) for machine in columns}
-            | grades
+            | grade
         )
     rows.sort(key=lambda row: STATES.index(row["state"]))
     count = Counter(row["state"] for row in rows)
