@@ -101,7 +101,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-@pytest.mark.parametrize(("shape", "block", "keys"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("shape", "block", "keys"), LAYOUTS, ids=[str(shape) for shape, _, _ in LAYOUTS])
 def test_one_block_is_filled_in_its_own_group(shape, block, keys, dtype):
     for part, only in ((block, False), (keys, True)):
         if part is not None:
