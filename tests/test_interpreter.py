@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -268,3 +270,25 @@ def test_an_overflow_is_an_error_exactly_where_the_interpreter_as_it_comes_has_o
     assert said[0] == said[1]
     assert sums[0] == sums[1]
     assert ("int32 overflow detected for operation add" in said[0]) == debug
+
+
+def test_a_constant_is_unwrapped_wherever_triton_does_so():
+    theirs = tl.core._unwrap_if_constexpr
+    ours = quick._leaving_plain_values(tl, theirs)
+    two = tl.constexpr(2)
+    for value in (2, 2.5, True, "x", None, two, tl.constexpr(None), [two, 3], (two, [two]), tl.float32):
+        assert (type(ours(value)), repr(ours(value))) == (type(theirs(value)), repr(theirs(value)))
+    assert [*ours(tl.core.tuple([two, 3]))] == [2, 3]
+
+
+def test_a_tensor_of_one_element_is_a_number_where_numpy_refuses_its_array():
+    class Tensor:
+        handle = SimpleNamespace(data=np.array([7]))
+
+    def of_triton_3_6(tensor, scope):
+        # As numpy 2.4 answers it.
+        scope.set_attr(tensor, "__index__", lambda self: int([]))
+
+    scope = SimpleNamespace(set_attr=setattr)
+    quick._with_numbers_of_one_element(of_triton_3_6)(Tensor, scope)
+    assert [*range(operator.index(Tensor()))] == [*range(7)]

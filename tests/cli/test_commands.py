@@ -54,6 +54,13 @@ def test_the_version_is_one_line_and_says_if_no_package_is_installed(monkeypatch
     assert capsys.readouterr().out == f"staleproof {there or '(not installed)'}\n"
 
 
+def test_a_command_runs_in_a_thread_too(root, incident):
+    """Where no signal can be caught."""
+    incident(clean)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(cli.main, ["run"]).result() == 0
+
+
 def test_list_says_of_each_incident_what_is_seen_why_and_where_it_is_told(root, incident, capsys):
     incident(clean)
     assert cli.main(["list"]) == 0
