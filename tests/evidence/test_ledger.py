@@ -461,3 +461,10 @@ def test_the_figure_stacks_owners_and_the_rest_up_to_what_is_in_use():
     (budget,) = axes.lines
     assert ({*budget.get_ydata()}, axes.get_ylabel()) == ({70}, "MiB")
     assert not made_report(None).figure().axes[0].lines
+
+
+def test_weights_that_share_a_storage_count_once_in_what_is_in_use():
+    model, weight = nn.Linear(1, 1, bias=False), torch.zeros(1024)
+    model.one, model.other = weight, weight[:10]
+    report, usage = begun(model).read(), 4096 + 4
+    assert (report.before, report.phases[0].after) == (usage, Usage(usage, usage, usage, 0))

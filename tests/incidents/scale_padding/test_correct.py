@@ -155,3 +155,11 @@ def test_write_to_another_slot_is_wrong(monkeypatch, write):
 
 def test_dummy_batch_that_writes_a_block_is_wrong():
     assert "the blocks [7]" in (correct.wrong_write(0, "cpu", ranks((7,))) or "")
+
+
+def test_request_attends_to_its_own_tokens_only():
+    cache = torch.randn(null_block.BLOCKS, null_block.BLOCK_SIZE, null_block.HEAD)
+    q, table = torch.randn(null_block.HEAD), torch.tensor([3, 5, 0, 0])
+    keys = torch.cat([cache[3], cache[5, :2]])
+    right = (keys @ q / null_block.HEAD**0.5).softmax(0) @ keys
+    torch.testing.assert_close(null_block.attend(q, cache, table, 6), right)
