@@ -468,3 +468,14 @@ def test_weights_that_share_a_storage_count_once_in_what_is_in_use():
     model.one, model.other = weight, weight[:10]
     report, usage = begun(model).read(), 4096 + 4
     assert (report.before, report.phases[0].after) == (usage, Usage(usage, usage, usage, 0))
+
+
+def test_of_layers_that_differ_the_largest_buffer_and_the_most_common_kind_are_expected():
+    tree = nn.ModuleList([nn.Identity(), nn.Identity(), nn.Identity(), nn.Tanh()])
+    ledger = begun(tree)
+    with ledger.phase("serve"):
+        for number, rows in ((0, 1), (1, 2), (3, 1)):
+            tree[number].out = torch.zeros(rows, EACH // 4)
+    (owner,) = ledger.read().surprises
+    assert (owner.holders, owner.bytes, owner.bytes_each, owner.layers) == (3, 4 * EACH, 2 * EACH, 3)
+    assert owner.predicted == 6 * EACH

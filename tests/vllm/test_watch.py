@@ -141,6 +141,13 @@ def test_a_row_of_a_prompt_is_named_after_the_prompts_request(watch, caplog, req
     assert caplog.messages[0].endswith(f"request r1 of batch r0, r1, r2, r3, r4, r5, r6, r7{more}")
 
 
+def test_what_has_no_rows_is_left_out_and_the_watch_goes_on(watch):
+    watch.begin_step(3)
+    for x in (None, torch.zeros(0, 16), torch.full((8,), NAN), rows_with(1)):
+        watch.observe("attention", "layers.0", x)
+    assert counted(watch) == {("attention", "layers.0"): (0, 1)}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_canary_is_told_from_a_computed_nan(watch, caplog, dtype):
     from staleproof.evidence.canary import plant

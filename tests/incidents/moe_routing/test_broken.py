@@ -55,3 +55,10 @@ def test_only_the_kernels_quantiser_drops_nan(device):
     whole = broken.quantise_fp8(x, per_token=False, drops_nan=True)
     assert whole[1].tolist() == [[pytest.approx(2 / 448)]]
     assert bool(broken.quantise_fp8(x, per_token=False, drops_nan=False)[1].isnan().all())
+
+
+def test_the_block_picks_256_first_and_then_expert_0(device):
+    few = torch.full((1, 60), NAN, device=device)
+    many = torch.full((1, 300), NAN, device=device)
+    assert ids_of("block_keeps_the_left", few, 5, "none").tolist() == [[0] * 5]
+    assert ids_of("block_keeps_the_left", many, 5, "none").tolist() == [[256, 0, 0, 0, 0]]
