@@ -34,6 +34,8 @@ STATES = {
     "off": (contain.NAME, poison.NAME), "contain": (poison.NAME,), "off again": (contain.NAME, poison.NAME),
     "poison": (contain.NAME,), "off, last": (contain.NAME, poison.NAME),
 }  # fmt: skip
+# Which of vLLM's two model runners serves.
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 # The shape of Llama 3.1 8B.
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 128256,
@@ -106,12 +108,12 @@ def main() -> None:
             canary.serve, given.small, given.steps, env=plugin | both, timeout_s=1800
         ).answer()
         if (place.python().parents[1] / place.MODEL).exists() and not given.small:
-            only = {VARIABLE: "unpublish", poison.VARIABLE: "kv"}
+            only = {VARIABLE: "unpublish", poison.VARIABLE: "kv", RUNNER: "0"}
             told["poison"] = place.call(real_canary.poisoned, 200, env=plugin | only, timeout_s=900).answer()
-            only = {VARIABLE: "none", contain.VARIABLE: "1"}
-            told["contain"] = place.call(
-                real_canary.contained, True, env=plugin | only, timeout_s=900
-            ).answer()
+            for runner in ("0", "1"):
+                only = {VARIABLE: "none", contain.VARIABLE: "1", RUNNER: runner}
+                ended = place.call(real_canary.contained, env=plugin | only, timeout_s=900)
+                told[f"contain, runner V{int(runner) + 1}"] = ended.answer()
     print(json.dumps(told))
 
 

@@ -205,6 +205,11 @@ def test_a_posix_locale_reads_every_file(installed, tmp_path):
     [
         ("", ""),
         ("WATCH=0\t WATCH_PORT=no PORT=9463\t UNKNOWN=probe SWITCH=/no REQUIRE=scale_padding,topk_nan", ""),
+        ("POISON=kv,over-zeroing CONTAIN=1 REQUIRE=poison,contain", ""),
+        (
+            "POISON=all",
+            "STALEPROOF_POISON: expected kv or keys, and perhaps ,over-zeroing, got 'all': poison is",
+        ),
         ("WATCH=yes", "STALEPROOF_WATCH: expected 1, on or true, got 'yes': nothing is watched"),
         ("WATCH=1 WATCH_PORT=no", "STALEPROOF_WATCH_PORT: expected 1 to 65535, got 'no': nothing is watched"),
         ("REQUIRE=foo", "vLLM does not start: STALEPROOF_REQUIRE=foo: foo is no patch (known: mla_padding,"),

@@ -14,7 +14,7 @@ import torch
 from staleproof.child import report
 from staleproof.incidents.published_unwritten import leak
 from staleproof.incidents.published_unwritten.scene import Memory
-from staleproof.vllm import contain, hooks, poison, watch_blocks
+from staleproof.vllm import contain, hooks, poison, sources, watch_blocks
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patches.published_unwritten import NAME as UNPUBLISH
 from staleproof.vllm.patches.published_unwritten import SCHEDULER
@@ -101,14 +101,19 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def contained(asynchronous: bool, **more: Any) -> None:
+def contained(**more: Any) -> None:
     """One request's KV is poisoned by hand while 50 others run: contain off, on and off again.
 
+    The scheduler plans a step before it knows the tokens of the last one, if the release can on a CPU.
+
     Args:
-        asynchronous: whether the scheduler plans a step before it knows the tokens of the last one.
         more: options of ``vllm.LLM``.
     """
-    if asynchronous:
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    asynchronous = not more and (not on_cpu or sources.installed()[0] == place.RELEASES[1])
+    if asynchronous and on_cpu:
         _allow_asynchronous()
     engine = Engine(Path(sys.prefix, place.MODEL), async_scheduling=asynchronous, **OPTIONS, **more)
     words = engine.tokens(8 * leak.RULES)

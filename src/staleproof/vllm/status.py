@@ -12,6 +12,7 @@ from typing import NamedTuple
 from staleproof.vllm import live, process
 from staleproof.vllm.plugin import (
     AFFECTED,
+    ON_REQUEST,
     PORT,
     REFUSED,
     UNKNOWN,
@@ -20,6 +21,7 @@ from staleproof.vllm.plugin import (
     Decision,
     base,
     decisions,
+    on_request,
     patches,
 )
 from staleproof.vllm.releases import last_of_series, release, table
@@ -73,9 +75,14 @@ def _warnings(version: str, decided: Sequence[Decision]) -> Iterator[str]:
         yield f"{why}: nothing is watched"
     states = {d.patch.name: (d.state, d.why) for d in decided}
     try:
-        process.required(os.environ.get(process.REQUIRE), states, patches())
+        process.required(os.environ.get(process.REQUIRE), states, patches() | on_request())
     except process.RequirementError as error:
         yield str(error)
+    for module in ON_REQUEST:
+        try:
+            module.enabled(os.environ)
+        except PatchError as error:
+            yield f"{error}: {module.NAME} is refused"
     if (probe := os.environ.get(UNKNOWN, "")) not in ("", "probe"):
         yield f"{UNKNOWN}: expected probe, got {probe!r}: an unknown release is not patched"
     try:
