@@ -233,6 +233,14 @@ def fitting(call: Callable[..., Any], **keywords: Any) -> Any:
     return call(**{name: value for name, value in keywords.items() if name in known})
 
 
+class Unset(types.SimpleNamespace):
+    """A configuration in which every option that is not named is ``None``."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 def package(version: str) -> Path:
     """The folder ``vllm`` of a release: installed, or unpacked by ``tests/vllm/environment.py``.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from staleproof.incidents.published_unwritten.broken import NONE, Remedy
 from staleproof.incidents.published_unwritten.scene import Arrival, Memory, Row
-from staleproof.kernels.vllm_sources import executed, fitting, package
+from staleproof.kernels.vllm_sources import Unset, executed, fitting, package
 
 CORE = "vllm.v1.core"
 # Executed in addition to all files of the scheduler's folder.
@@ -29,14 +29,6 @@ FILES = (
 )
 # Tokens of a block, and of a block of recurrent state.
 BLOCK, STATE = 16, 8192
-
-
-class _Unset(SimpleNamespace):
-    """A configuration in which every option that is not named is ``None``."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
 
 
 def _none(*args: Any, **kwargs: Any) -> None:
@@ -108,20 +100,20 @@ def _scheduler(
     cls = schedulers.AsyncScheduler if asynchronous else schedulers.Scheduler
     kv = importlib.import_module("vllm.v1.kv_cache_interface")
     spec = fitting(kv.FullAttentionSpec, block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    config = _Unset(
-        scheduler_config=_Unset(
+    config = Unset(
+        scheduler_config=Unset(
             max_num_seqs=seqs, max_num_batched_tokens=budget, policy=policy,
             long_prefill_token_threshold=threshold, enable_chunked_prefill=True, watermark=0,
             async_scheduling=asynchronous, prefill_schedule_interval=1, scheduler_reserve_full_isl=True,
         ),
-        cache_config=_Unset(num_gpu_blocks=blocks, enable_prefix_caching=not hybrid, block_size=BLOCK),
-        model_config=_Unset(max_model_len=8192),
-        parallel_config=_Unset(
+        cache_config=Unset(num_gpu_blocks=blocks, enable_prefix_caching=not hybrid, block_size=BLOCK),
+        model_config=Unset(max_model_len=8192),
+        parallel_config=Unset(
             decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1,
         ),
-        observability_config=_Unset(),
-        aux_output_config=_Unset(),
-        ec_manager_config=_Unset(get_encoder_cache_manager_obj=_none),
+        observability_config=Unset(),
+        aux_output_config=Unset(),
+        ec_manager_config=Unset(get_encoder_cache_manager_obj=_none),
         num_speculative_tokens=0, num_lookahead_tokens=0, num_prefill_lookahead_tokens=0,
     )  # fmt: skip
     tensor = fitting(kv.KVCacheTensor, size=1, shared_by=["0"], layers=["0"], layer_stride=0, block_stride=1)
@@ -205,7 +197,7 @@ def loaded(engine: Real) -> tuple[list[int], set[int]]:
     """
     scheduler, zeroed = engine.scheduler, set[int]()
     (name,) = scheduler.requests
-    received = _Unset(finished_recving={name})
+    received = Unset(finished_recving={name})
     for output in (received, None):
         scheduled = scheduler.schedule()
         zeroed |= {*(scheduled.new_block_ids_to_zero or ())}
@@ -257,7 +249,7 @@ class Real:
             importlib.import_module("vllm.v1.request").Request,
             request_id=arrival.name,
             prompt_token_ids=[*arrival.prompt],
-            sampling_params=_Unset(max_tokens=arrival.reply, min_tokens=0, stop_token_ids=()),
+            sampling_params=Unset(max_tokens=arrival.reply, min_tokens=0, stop_token_ids=()),
             pooling_params=None,
             eos_token_id=None,
             arrival_time=float(next(_arrivals)),
@@ -314,7 +306,7 @@ class Real:
             req_ids=[row.name for row in rows],
             req_id_to_index={row.name: at for at, row in enumerate(rows)},
             sampled_token_ids=sampled,
-            kv_connector_output=_Unset(invalid_block_ids=bad, lost=lost) if bad else None,
+            kv_connector_output=Unset(invalid_block_ids=bad, lost=lost) if bad else None,
         )
 
     def _restart(self, failed: Any) -> None:

@@ -211,6 +211,31 @@ incident.fixes(
     },
 )
 
+# How drafts are made, by the name of vLLM's option.
+METHODS = {"no drafts": None, "MTP": "mtp", "n-grams": "ngram", "suffix": "suffix"}
+CHOICES = {
+    f"vLLM {release}, {name}": (release, method)
+    for release in ("0.22.1", "0.28.0", "0.29.0", "0.33.0")
+    for name, method in METHODS.items()
+}
+SECOND = {
+    *("vLLM 0.29.0, no drafts", "vLLM 0.29.0, MTP"),
+    *("vLLM 0.33.0, no drafts", "vLLM 0.33.0, MTP", "vLLM 0.33.0, n-grams"),
+}
+
+
+@incident.question(
+    "model runner by default",
+    CHOICES,
+    expect={name: "V2" if name in SECOND else "V1" for name in CHOICES},
+    evidence=lambda subject: Evidence(Grade.REAL, f"vLLM {subject[0]} VllmConfig.use_v2_model_runner"),
+)
+def model_runner_by_default(subject: tuple[str, str | None], device: str) -> Answer:
+    """Which runner does the release's own choice give Qwen3-Next? V2 knows prompts from 0.28.0 on."""
+    runner = released.model_runner(*subject)
+    return good(runner) if runner == "V2" else bad(runner)
+
+
 # --- The releases' own dispatcher, builders and kernels.
 
 

@@ -9,8 +9,11 @@ the interpreter cannot run the chunked kernels; it starts from zero and writes t
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import importlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,7 +24,7 @@ from unittest import mock
 
 import torch
 
-from staleproof.kernels.vllm_sources import executed, fitting, package
+from staleproof.kernels.vllm_sources import Unset, executed, fitting, package
 from staleproof.vllm.patches.uniform_decode import RUNNER
 from staleproof.vllm.sources import Sources, file_of
 
@@ -418,3 +421,59 @@ def _scheduled(plan: Plan) -> Any:
         num_scheduled_tokens={r.name: tokens for r, tokens, _ in plan},
         scheduled_spec_decode_tokens={r.name: [0] * drafts for r, _, drafts in plan if drafts},
     )  # fmt: skip
+
+
+CONFIG = "config/vllm.py"
+
+
+class _Configured:
+    """vLLM's configuration of one deployment, as far as the choice of a runner reads it."""
+
+    def __init__(self, method: str | None) -> None:
+        self.model_config = Space(
+            architectures=["Qwen3NextForCausalLM"], runner_type="generate", is_moe=True, is_quantized=False,
+            is_diffusion=False, is_hybrid=True, logits_processors=None, use_mla=False,
+        )  # fmt: skip
+        self.parallel_config = Unset(pipeline_parallel_size=1, prefill_context_parallel_size=1)
+        self.speculative_config = Unset(method=method) if method else None
+        self.attention_config, self.cache_config = Unset(), Unset()
+        self.compilation_config = Unset(pass_config=Unset())
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+def model_runner(version: str, method: str | None) -> str:
+    """The runner that a release gives Qwen3-Next by default: its own property, over a made-up configuration.
+
+    Args:
+        version: the release.
+        method: of speculative decoding, or ``None``.
+    """
+    sources = Sources(package(version))
+    if "def use_v2_model_runner" not in sources.text(CONFIG):
+        return "V1"
+    tree = ast.parse(sources.text(CONFIG))
+    (config,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "VllmConfig")
+    # What the choice calls. The whole class would need pydantic.
+    methods = [
+        one
+        for one in config.body
+        if isinstance(one, ast.FunctionDef) and re.search("v2_model_runner|dflash|dbo", one.name)
+    ]
+    kinds = ast.Assign | ast.AnnAssign | ast.FunctionDef
+    lists = [one for one in tree.body if isinstance(one, kinds) and "_ARCHITECTURES" in ast.unparse(one)]
+    names: dict[str, Any] = {
+        "Configured": _Configured, "HAS_TRITON": True, "logger": mock.MagicMock(),
+        "envs": Space(VLLM_USE_V2_MODEL_RUNNER=None), "lru_cache": functools.lru_cache,
+        "CompilationMode": mock.MagicMock(),
+        "current_platform": Space(is_unspecified=lambda: False),
+    }  # fmt: skip
+    chosen = ast.ClassDef("Chosen", [ast.Name("Configured", ast.Load())], [], [*methods], [])
+    module = ast.fix_missing_locations(ast.Module([*lists, chosen], []))
+    # An import inside the property finds a stub.
+    with executed(sources.package):
+        exec(compile(module, CONFIG, "exec"), names)
+        # Not by its name: an AttributeError inside a property would be taken for a missing one.
+        choose = vars(names["Chosen"])["use_v2_model_runner"].fget
+        return "V2" if choose(names["Chosen"](method)) else "V1"

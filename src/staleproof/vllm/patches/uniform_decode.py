@@ -8,10 +8,11 @@ from typing import Any
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patch import Patch
-from staleproof.vllm.sources import Evidence, Sources, file_of
+from staleproof.vllm.sources import Evidence, Sources, file_of, line_of
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
+CONFIG = "config/vllm.py"
 UPDATE = "GPUModelRunner._update_states"
 DISPATCH = "GPUModelRunner._determine_batch_execution_and_padding"
 UNIFORM = "GPUModelRunner._is_uniform_decode"
@@ -113,17 +114,22 @@ def _by_shape(sources: Sources) -> Evidence:
     if shape not in uniform.text or any(word in dispatch.text for word in ("has_prefill", "is_prefilling")):
         return Evidence(False, f"{uniform.place} does not decide by the shape alone")
     why = f"{uniform.at(shape)} decides by the shape alone (model runner V1)"
-    if "def use_v2_model_runner" in sources.text("config/vllm.py"):
-        why += f"; model runner V2, if this model gets it, {_second_runner(sources)}"
+    if "def use_v2_model_runner" in sources.text(CONFIG):
+        why += f"; {_second_runner(sources)}"
     return Evidence(True, why)
 
 
 def _second_runner(sources: Sources) -> str:
-    """What model runner V2 does, in a few words: from 0.28.0 on it knows whether a step has a prompt."""
-    path = "v1/worker/gpu/model_runner.py"
-    if "get_uniform_decode_token_count" in sources.text(path):
-        return f"leaves prompts out ({path}) and needs no patch"
-    return "decides by the shape too, and is not patched"
+    """Who gets model runner V2, and what it does: from 0.28.0 on it knows whether a step has a prompt."""
+    path, text = file_of(SECOND_RUNNER), sources.text(CONFIG)
+    who = "some models" if "_is_default_v2_model_runner_model" in text else "a model by default"
+    gets = (
+        f"{who} get{'s' * who.endswith('default')} V2 ({CONFIG}:{line_of(text, 'def use_v2_model_runner')})"
+    )
+    knows = line_of(sources.text(path), "get_uniform_decode_token_count(")
+    if knows is not None:
+        return f"{gets}, which leaves prompts out ({path}:{knows}) and needs no patch"
+    return f"{gets}, which decides by the shape too and is not patched"
 
 
 BUILDERS = [f"v1/attention/backends/{name}_attn.py" for name in ("gdn", "linear", "mamba")]
