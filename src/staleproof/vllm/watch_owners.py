@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# Ended requests whose blocks are remembered; writers remembered of a block; parts named in a line.
-REMEMBERED, WRITERS, NAMED = 1024, 3, 6
+# Ended requests whose blocks are remembered, of which a long one has thousands; writers remembered of a
+# block; parts named in a line.
+REMEMBERED, WRITERS, NAMED = 128, 3, 6
 # More tokens than any request has.
 NEVER = 2**62
 
