@@ -162,6 +162,16 @@ def test_owners_of_a_hit_a_draft_and_an_earlier_step():
     assert text(blocks.owners.read_by("c", 9), "c") == "1 of a (step 1); 2 of itself (steps 9 to now)"
 
 
+def test_owners_of_a_block_that_was_filled_in_several_steps():
+    blocks = Blocks([ATTENTION], [SIZE])
+    blocks.step(new=[("a", [[1]], 0, 2)], number=1)
+    # Two decode steps fill the first block; the next one needs a second, which is never filled.
+    blocks.step(more=[("a", [[2]], SIZE, 1)], number=4)
+    blocks.step(new=[("b", [[1, 2]], 2 * SIZE - 1, 1)], ended=["a"], number=9)
+    assert text(blocks.owners.read_by("b", 9), "b") == "1 of a (steps 1 to 3); 2 of itself (step 9)"
+    assert text(blocks.owners.read_by("a", 8), "a") == "1-2 of itself (steps 1 to 8)"
+
+
 def test_what_vllm_says_is_taken_in():
     """Resumed requests come with all their blocks; others with the new ones, or with none."""
     specs = [type(name, (), {"block_size": SIZE})() for name in ("MLAAttentionSpec", "MambaSpec")]
