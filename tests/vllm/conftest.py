@@ -6,13 +6,21 @@ import sys
 import made_up
 import pytest
 
-from staleproof.vllm import hooks, plugin, standing
+from staleproof.vllm import hooks, live, plugin, standing
 from staleproof.vllm.standing import registry
 
 
 @pytest.fixture(autouse=True)
 def _what_is_said_once_is_said_in_each_test():
     hooks._warned.clear()
+
+
+@pytest.fixture(autouse=True)
+def _plugin_leaves_no_server_behind(monkeypatch):
+    """Who registers the plugin makes this process a server, which the next test and its children are not."""
+    monkeypatch.setattr(live, "_here", [])
+    monkeypatch.setenv(live.FOLDER, "")
+    monkeypatch.delenv(live.FOLDER)
 
 
 @pytest.fixture(name="made_up")

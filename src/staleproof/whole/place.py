@@ -13,6 +13,7 @@ from typing import Any
 
 from staleproof import child
 from staleproof.grades import Evidence, Grade
+from staleproof.vllm import live
 from staleproof.vllm.sources import numbers
 
 # The folder with pyproject.toml, if staleproof is installed in editable mode.
@@ -41,8 +42,8 @@ SET = {
     "TQDM_DISABLE": "1",
     "PYTHONWARNINGS": "ignore",
 }
-# Of our own processes; a child of another environment must not have them.
-UNSET = "TRITON_INTERPRET", "PYTHONHOME", "VIRTUAL_ENV"
+# Of our own processes; a child of another environment must not have them, and is a server of its own.
+UNSET = "TRITON_INTERPRET", "PYTHONHOME", "VIRTUAL_ENV", live.FOLDER
 
 
 class WholeError(RuntimeError):
