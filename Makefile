@@ -30,11 +30,11 @@ BESIDE_TORCH_2.15.0 := numba==0.65.0 "fastapi[standard]"
 FOUND := $(CURDIR)/workbook/_build/found
 
 # How long each part takes, as measured on two quiet cores; printed when it begins.
-RUN_TIME := about 2 minutes
+RUN_TIME := about 4 minutes
 BOOK_TIME := about 1 minute
 LINT_TIME := 1 minute
-UNIT_TIME := 6 minutes
-NBVAL_TIME := 3 minutes
+UNIT_TIME := 6 minutes, 8 with a whole vLLM
+NBVAL_TIME := 1 minute
 
 BOOK := $(CURDIR)/workbook/_build/book
 BUILD_BOOK = if $(BIN)/python -c "import sphinx" 2>/dev/null; then \
