@@ -71,10 +71,9 @@ def test_watch_names_both_requests_and_counts_each_unwritten_hit(asynchronous, c
         reads = serve(real.Real(blocks, asynchronous=asynchronous, **SERVER), load).reads
         counts = {name: read() for name, read in registry.counters().items()}
     assert reads
-    assert counts == {
-        "published_unwritten_blocks": watch.blocks.published,
-        "unwritten_hits": watch.blocks.hits,
-    }
+    # Others may count in this process too.
+    assert counts["published_unwritten_blocks"] == watch.blocks.published
+    assert counts["unwritten_hits"] == watch.blocks.hits
     assert watch.blocks.hits == len({(read.step, read.reader, read.block) for read in reads})
     assert watch.blocks.published
     (line,) = [r.getMessage() for r in caplog.records if "unwritten" in r.getMessage()]
