@@ -17,7 +17,9 @@ from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target, logger, out_of_service
 from staleproof.vllm.patch import Patch
 from staleproof.vllm.patches.published_unwritten import PREEMPT, SCHEDULER, unknown
-from staleproof.vllm.poison import ALLOCATED, INIT, PLAN, RUNNER, RUNNER_V2, UPDATE, UPDATE_V2
+from staleproof.vllm.patches.uniform_decode import RUNNER
+from staleproof.vllm.patches.uniform_decode import SECOND_RUNNER as RUNNER_V2
+from staleproof.vllm.poison import ALLOCATED, INIT, PLAN, UPDATE, UPDATE_V2
 from staleproof.vllm.sources import Evidence, PatchError, Sources, file_of
 from staleproof.vllm.standing import registry
 

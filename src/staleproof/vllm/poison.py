@@ -15,18 +15,19 @@ from staleproof.vllm import kv_memory
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.hooks import Target, out_of_service, warn_once
 from staleproof.vllm.patch import Patch
+from staleproof.vllm.patches.kv_reuse import MANAGER
 from staleproof.vllm.patches.published_unwritten import SCHEDULER
+from staleproof.vllm.patches.uniform_decode import RUNNER
+from staleproof.vllm.patches.uniform_decode import SECOND_RUNNER as RUNNER_V2
 from staleproof.vllm.sources import Evidence, PatchError, Sources, file_of
 from staleproof.vllm.standing import registry
 
 NAME, VARIABLE, VALUE = "poison", "STALEPROOF_POISON", "STALEPROOF_POISON_VALUE"
 KV, KEYS, OVER_ZEROING = "kv", "keys", "over-zeroing"
-RUNNER, RUNNER_V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 PLAN = "self", "scheduler_output"
 # The functions of the two model runners that take in a step's blocks and zero what vLLM zeroes.
 UPDATE, UPDATE_V2 = "GPUModelRunner._update_states", "GPUModelRunner.update_requests"
 INIT, ALLOCATED = "GPUModelRunner.initialize_kv_cache", ("self", "kv_cache_config")
-MANAGER = "vllm.v1.core.single_type_kv_cache_manager"
 ALLOCATE = "SingleTypeKVCacheManager.allocate_new_blocks"
 # Kept on the pool while a step is planned, group -> ids of new blocks; then on the plan, ids of each group.
 NEW = "_staleproof_new"

@@ -18,13 +18,14 @@ from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.fp8_scales import padding_mask
 from staleproof.vllm.hooks import Target, warn_once
 from staleproof.vllm.patches.mla_padding import BACKENDS, FORWARD_MQA
+from staleproof.vllm.patches.uniform_decode import RUNNER
+from staleproof.vllm.patches.uniform_decode import SECOND_RUNNER as RUNNER_V2
 from staleproof.vllm.releases import table
 from staleproof.vllm.sources import PatchError, numbers
 from staleproof.vllm.sources import installed as vllm_installed
 from staleproof.vllm.standing import registry
 from staleproof.vllm.watch import OLDEST, OWNER, Settings, Watch, read_settings
 
-RUNNER, RUNNER_V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 SCHEDULED = "self", "scheduler_output"
 EXECUTE = "GPUModelRunner.execute_model"
 WORKER = "vllm.v1.worker.gpu_worker"

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from staleproof.child import report
-from staleproof.grades import Evidence, Grade
 from staleproof.lab import Answer, Fix, Incident, MissingError, bad, good, needs_cuda
 from staleproof.vllm.plugin import VARIABLE
 from staleproof.vllm.sources import numbers
@@ -125,14 +124,19 @@ Subject = tuple[str, str, str]
 OTHERS = "undrained_ids"
 
 
-def _serve(subject: Subject, device: str) -> dict[str, Any]:
-    backend, dtype, patches = subject
+def _call(function: Callable[..., None], patches: str, *args: Any) -> dict[str, Any]:
+    """What a function of this module tells in one engine with these patches."""
     env = {"VLLM_PLUGINS": "staleproof", VARIABLE: patches}
     try:
-        answer: dict[str, Any] = place.call(ask, backend, DTYPES[dtype], env=env, timeout_s=600).answer()
+        answer: dict[str, Any] = place.call(function, *args, env=env, timeout_s=600).answer()
     except place.WholeError as error:
         raise MissingError(str(error)) from error
     return answer
+
+
+def _serve(subject: Subject, device: str) -> dict[str, Any]:
+    backend, dtype, patches = subject
+    return _call(ask, patches, backend, DTYPES[dtype])
 
 
 def _missing(subject: Subject, device: str) -> str | None:
@@ -143,7 +147,7 @@ def rows(subject: Subject, device: str) -> Answer:
     """3 requests in a graph of 8 rows: which rows of attention's output hold NaN, over all layers?"""
     one = _serve(subject, device)
     numbers = {name: one[name] for name in ("layers", "padding", "live", "nan_logprobs", "patch", "tokens")}
-    numbers["evidence"] = Evidence(Grade.REAL, " ".join((*place.release(place.python()), "whole")))
+    numbers["evidence"] = place.evidence()
     if one["live"] or one["nan_logprobs"]:
         return bad("NaN in live rows", **numbers)
     return bad("NaN in padding", **numbers) if one["padding"] else good("no NaN", **numbers)
@@ -153,12 +157,7 @@ def words(subject: Subject, device: str) -> Answer:
     """SmolLM2 over vLLM's MLA backend, NaN in all KV memory that nobody wrote: what do two users read?"""
     backend, dtype, patches = subject
     options = CPU_OPTIONS if backend == "CPU_MLA" else {**OPTIONS, **DTYPES[dtype], "max_model_len": 512}
-    env = {"VLLM_PLUGINS": "staleproof", VARIABLE: patches}
-    try:
-        told = place.call(read, backend, options, env=env, timeout_s=600).answer()
-    except place.WholeError as error:
-        raise MissingError(str(error)) from error
-    evidence = Evidence(Grade.REAL, " ".join((*place.release(place.python()), "whole")))
+    told, evidence = _call(read, patches, backend, options), place.evidence()
     if told == WORDS:
         return good("right words", texts=told, evidence=evidence)
     return bad("other words", texts=told, evidence=evidence)

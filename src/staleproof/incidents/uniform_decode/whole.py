@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from staleproof.child import report
-from staleproof.grades import Evidence, Grade
 from staleproof.lab import Answer, Fix, Incident, MissingError, Scene, bad, good, needs_cuda
 from staleproof.vllm import live
 from staleproof.vllm.plugin import VARIABLE
@@ -266,7 +265,7 @@ def answered(subject: Subject, device: str, rows: Sequence[dict[str, Any]]) -> A
     """Is the answer to a prompt that of an engine without graphs? The neighbour's, if it is about one."""
     one = _row(subject, rows)
     numbers = {name: value for name, value in one.items() if name not in ("kind", "round")}
-    numbers["evidence"] = Evidence(Grade.REAL, " ".join((*place.release(place.python()), "whole")))
+    numbers["evidence"] = place.evidence()
     right = one["same_tokens"] and one["error"] <= ROUNDING
     return good(OWN, **numbers) if right else bad(OTHER, **numbers)
 
