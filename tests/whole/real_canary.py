@@ -14,7 +14,7 @@ import torch
 from staleproof.child import report
 from staleproof.incidents.published_unwritten import leak
 from staleproof.incidents.published_unwritten.scene import Memory
-from staleproof.vllm import contain, hooks, poison, sources, watch_blocks
+from staleproof.vllm import contain, hooks, kv_memory, poison, sources, watch_blocks
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patches.published_unwritten import NAME as UNPUBLISH
 from staleproof.vllm.patches.published_unwritten import SCHEDULER
@@ -139,8 +139,7 @@ def contained(**more: Any) -> None:
             if plan.total_num_scheduled_tokens and next(steps) == BAD_AT:
                 (name,) = [name for name in engine.scheduler.requests if name.startswith("bad-")]
                 first = engine.scheduler.kv_cache_manager.get_block_ids(name)[0][0]
-                for cache in engine.caches():
-                    cache[first].fill_(torch.nan)
+                kv_memory.fill(engine.runner, [[first]], torch.nan)
 
         with before(engine.runner, "execute_model", spoil):
             answers = engine.serve([*others, bad], ends=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -41,6 +42,34 @@ class Answer(NamedTuple):
         return sum(map(math.isnan, self.logprobs))
 
 
+def draw_dummies() -> None:
+    """Let vLLM draw dummy weights at the scale of their input, for an :class:`Engine` that starts after this.
+
+    With vLLM's own of 0.001 every answer is alike. Other weights derive from these as they are loaded, e.g.
+    those that MLA multiplies with its queries.
+    """
+    import torch
+    from vllm.model_executor.model_loader import dummy_loader, weight_utils
+
+    numbers = itertools.count(1)
+
+    @torch.no_grad()
+    def draw(weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if not weight.is_floating_point() or weight.is_meta:
+            return
+        if weight.dim() < 2:
+            weight.fill_(1)
+            return
+        drawer = torch.Generator(device=weight.device).manual_seed(next(numbers))
+        wide = torch.float32 if weight.element_size() == 1 else weight.dtype
+        drawn = torch.empty(weight.shape, device=weight.device, dtype=wide)
+        limit = (3 / weight.shape[-1]) ** 0.5
+        weight.copy_(drawn.uniform_(-limit, limit, generator=drawer).to(weight.dtype))
+
+    for module in (dummy_loader, weight_utils):
+        vars(module)["initialize_single_dummy_weight"] = draw
+
+
 class Engine:
     """A vLLM in this process, whose engine core runs here too, so that a spy can reach it.
 
@@ -50,9 +79,15 @@ class Engine:
     """
 
     def __init__(self, model: Path | Mapping[str, Any], **options: Any) -> None:
+        from vllm.platforms import current_platform
+
         from vllm import LLM
 
         fixed: dict[str, Any] = {"seed": 0, "enforce_eager": True, "async_scheduling": False}
+        if not current_platform.is_cpu():
+            # A small model needs little of a GPU, which others may use. With a given size vLLM does not
+            # measure what is free, which changes while others start.
+            fixed |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}
         with tempfile.TemporaryDirectory() as folder:
             if isinstance(model, Mapping):
                 Path(folder, "config.json").write_text(json.dumps(model), encoding="utf-8")
@@ -112,7 +147,7 @@ class Engine:
         return answers
 
     def draw_weights(self) -> None:
-        """Draw weights at the scale of their input: with vLLM's dummies of 0.001 every answer is alike."""
+        """Draw weights after the start, without those of a convolution, as :func:`draw_dummies` cannot."""
         import torch
 
         torch.manual_seed(0)

@@ -132,7 +132,7 @@ def call(
     Args:
         function: importable there, from this staleproof; it may :func:`~staleproof.child.report`.
         args: picklable, without torch.
-        env: variables beside :data:`SET`.
+        env: variables beside :data:`SET`; its PYTHONPATH comes before this staleproof's.
         timeout_s: the child is ended then.
 
     Raises:
@@ -142,12 +142,12 @@ def call(
 
     if reason := unavailable_reason(cpu=False):
         raise WholeError(reason)
-    interpreter = python()
-    folders = [str(Path(__file__).parents[2])]
+    interpreter, env = python(), {**(env or {})}
+    folders = [*filter(None, [env.pop("PYTHONPATH", "")]), str(Path(__file__).parents[2])]
     if interpreter == Path(sys.executable):
         # Its vLLM may lie in a folder that only this process's path has.
         folders += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    env = {**SET, "PYTHONPATH": os.pathsep.join(folders), **(env or {})}
+    env = {**SET, **env, "PYTHONPATH": os.pathsep.join(folders)}
     unset = [word for name in UNSET for word in ("-u", name)]
     command = ["env", *unset, str(interpreter), "-m", "staleproof.child"]
     order = pickle.dumps((function.__module__, function.__qualname__, args))

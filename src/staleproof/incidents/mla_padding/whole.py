@@ -32,7 +32,7 @@ BACKENDS = {
 }
 DTYPES: Mapping[str, dict[str, Any]] = {"bf16": {}, "fp8": {"quantization": "fp8"}}
 OPTIONS: dict[str, Any] = {
-    "enforce_eager": False, "max_model_len": 2048, "max_num_seqs": 64, "gpu_memory_utilization": 0.15,
+    "enforce_eager": False, "max_model_len": 2048, "max_num_seqs": 64,
     "enable_prefix_caching": False, "moe_backend": "triton",
     "compilation_config": {
         "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [ROWS]
@@ -49,8 +49,9 @@ def ask(backend: str, options: dict[str, Any]) -> None:
     """
     import torch
 
-    from staleproof.whole.engine import Engine, states_of
+    from staleproof.whole.engine import Engine, draw_dummies, states_of
 
+    draw_dummies()
     module, name = BACKENDS[backend]
     impl = getattr(importlib.import_module(module), name)
     decode = impl.forward_mqa
@@ -65,7 +66,6 @@ def ask(backend: str, options: dict[str, Any]) -> None:
 
     impl.forward_mqa = spied
     engine = Engine(DEEPSEEK_V2, attention_backend=backend, **OPTIONS | options)
-    engine.draw_weights()
     draw = torch.Generator().manual_seed(1)
     load = [
         Arrival(f"r{i}", torch.randint(2, 31999, (37 + 11 * i,), generator=draw).tolist(), 24)

@@ -178,7 +178,7 @@ Subject = tuple[str, str]
 
 
 def _missing(subject: Subject, device: str) -> str | None:
-    return place.unavailable_reason()
+    return place.unavailable_reason(cpu=device == "cpu")
 
 
 def answered(subject: Subject, device: str, replies: dict[str, Any]) -> lab.Answer:
