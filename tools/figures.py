@@ -329,7 +329,7 @@ def about(run: Run) -> str:
     first = run.measurements[0]
     return (
         f"RECORDED on an {run.machine}, {run.date} (torch {first['torch']}, Triton {first['triton']}, "
-        f"FlashInfer {first['flashinfer']}, kernels of vLLM {RELEASE}); CUDA graphs, median us"
+        f"FlashInfer {first['flashinfer']}, kernels of vLLM {RELEASE})"
     )
 
 
@@ -337,8 +337,8 @@ def section(run: Run) -> str:
     """The tables of ``workbook/figures.md``."""
     rows = run.measurements
     head = (
-        f"{about(run)}; all of it in `runs/{MACHINE}/`, and `python benchmarks/NAME.py` measures yours. "
-        + run.environment.get("remark", "")
+        f"{about(run)}; CUDA graphs, median us; all of it in `runs/{MACHINE}/`, and "
+        "`python benchmarks/NAME.py` measures yours. " + run.environment.get("remark", "")
     ).strip()
     rule = (
         "Each kernel at the shapes of DeepSeek and Qwen, beside each peer: our best case and our worst, as "
@@ -365,19 +365,23 @@ def section(run: Run) -> str:
 
 def short(run: Run) -> str:
     """README's sentence: in how many groups of shapes no peer is faster, and the worst of the others."""
-    worst = {}
+    worst = []
     for kernel in KERNELS:
         cases = [
-            pair for found in pairs(kernel, run.measurements).values() for pair in found if not pair.limit
+            (pair.ratio, kernel.name, peer, pair)
+            for peer, found in pairs(kernel, run.measurements).items()
+            for pair in found
+            if not pair.limit
         ]
         if cases:
-            worst[kernel.says or f"`{kernel.name}`"] = min(cases, key=lambda pair: pair.ratio)
-    ahead = sum(pair.ratio >= 1 for pair in worst.values())
-    name, most = min(worst.items(), key=lambda item: item[1].ratio)
+            worst.append(min(cases, key=lambda case: case[0]))
+    ahead = sum(ratio >= 1 for ratio, *_ in worst)
+    _, name, peer, most = min(worst, key=lambda case: case[0])
     return (
-        f"{about(run)}. In {ahead} of {len(worst)} groups of shapes no peer is faster in any case; in the "
-        f"worst case ours takes {us(most.ours)} where a peer takes {us(most.peer)} ({name}; {most.case}). "
-        "Every peer, case and limit, and remarks on the run: [figures.md](workbook/figures.md)."
+        f"{about(run)}. We timed our operations beside those of other libraries, in {len(worst)} groups of "
+        f"cases. In {ahead} groups ours is slower in no case. In the worst case of all, our `{name}` takes "
+        f"{us(most.ours)} us and {peer} takes {us(most.peer)} us ({most.case}). Times are medians. "
+        "[figures.md](workbook/figures.md) has every case, and says what its words mean."
     )
 
 
