@@ -30,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from staleproof.child import report
+from staleproof.incidents.mla_padding.whole import OTHERS
 from staleproof.vllm.plugin import VARIABLE
 from staleproof.whole import place
 from staleproof.whole.load import Arrival
@@ -225,7 +226,7 @@ def main() -> None:
     from benchmarks import mla_backends
 
     count, root = len(subjects), Path(__file__).parents[1]
-    env = {"VLLM_PLUGINS": "staleproof", VARIABLE: "none", "PYTHONPATH": str(root)}
+    env = {"VLLM_PLUGINS": "staleproof", VARIABLE: OTHERS, "PYTHONPATH": str(root)}
 
     def ask(subject: str) -> dict[str, Any]:
         given = turns, count, 0.9 / count, *subject.split(",")

@@ -9,6 +9,7 @@ each head's own columns. That is exact, and layer, cache, backend and kernels ar
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 RANK, ROTARY = 512, 64
 NAME = "LatentLlamaForCausalLM"
@@ -25,18 +26,21 @@ OPTIONS: dict[str, Any] = {
 def register() -> None:
     """Tell vLLM of the model; then ``Engine(folder of SmolLM2, **OPTIONS)`` serves it."""
     import torch
-    from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.model_executor.layers.linear import ColumnParallelLinear
     from vllm.model_executor.models import llama
 
     from vllm import ModelRegistry
 
+    class Nothing(torch.nn.Module):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__()
+
     class LatentAttention(llama.LlamaAttention):
         def __init__(self, *args: Any, cache_config: Any, prefix: str, **kwargs: Any) -> None:
-            super().__init__(*args, cache_config=cache_config, prefix=prefix, **kwargs)
-            # The layer that is replaced has told the engine its name, under which it would get a cache.
-            get_current_vllm_config().compilation_config.static_forward_context.pop(f"{prefix}.attn")
+            # The layer that is replaced must not be made: it would choose a backend, and get a cache.
+            with mock.patch.object(llama, "Attention", Nothing):
+                super().__init__(*args, cache_config=cache_config, prefix=prefix, **kwargs)
             del self.attn
             heads, dim = self.num_heads, self.head_dim
             self.up = ColumnParallelLinear(RANK, 2 * heads * dim, bias=False, prefix=f"{prefix}.up")
