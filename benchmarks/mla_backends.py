@@ -52,7 +52,7 @@ SHAPES = {
 }
 BATCHES, CONTEXTS, STEPS, REPEATS = (16, 64, 128, 512), (4096, 16384), 40, 3
 # Tokens that one engine's cache has room for.
-ROOM = 128 * 16600
+ROOM = 512 * 4300
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 REQUESTS, TOKENS = 61, 256
 
