@@ -1,4 +1,4 @@
-"""What ``STALEPROOF_CONTAIN`` and ``STALEPROOF_POISON`` cost a step of a whole vLLM, off / on / off.
+"""What ``STALEPROOF_CONTAIN`` and ``STALEPROOF_POISON`` cost a step of a whole vLLM, off and on in turn.
 
 One engine with dummy weights; the plugin's switch file switches contain and poison, as an operator does.
 Times are medians over the steps of a steady decode: ``step_us`` of the wall, which is the device's time if
@@ -30,10 +30,10 @@ from staleproof.vllm.plugin import VARIABLE
 from staleproof.whole import place
 from staleproof.whole.engine import Engine, counters, states_of, switch
 
-STATES = {
-    "off": (contain.NAME, poison.NAME), "contain": (poison.NAME,), "off again": (contain.NAME, poison.NAME),
-    "poison": (contain.NAME,), "off, last": (contain.NAME, poison.NAME),
-}  # fmt: skip
+BOTH = contain.NAME, poison.NAME
+# The states of an engine in turn, and what is switched off in each: a difference is of neighbours, since the
+# clock rate of a GPU drifts.
+STATES = [("off", BOTH), ("contain", BOTH[1:])] * 6 + [("off", BOTH), ("poison", BOTH[:1])] * 2
 PARTS = "cost", "poison", "contain"
 # Which of vLLM's two model runners serves.
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -71,12 +71,12 @@ def serve(small: bool, steps: int) -> None:
     )
     core, rows = engine.llm.llm_engine, []
     for batch in batches:
-        for state, off in STATES.items():
+        for turn, (state, off) in enumerate(STATES):
             switch(off)
             sampling = SamplingParams(temperature=0, max_tokens=steps + 40, ignore_eos=True, detokenize=False)
             for number in range(batch):
                 prompt = {"prompt_token_ids": [3 + number % 1000] * (100 + number % 16)}
-                core.add_request(f"{state}-{batch}-{number}", prompt, sampling)
+                core.add_request(f"{turn}-{batch}-{number}", prompt, sampling)
             # The prompts, and steps until the pipeline is full.
             for _ in range(30):
                 core.step()
@@ -111,7 +111,7 @@ def main() -> None:
     """Print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a tiny model, for a machine without a GPU")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
     if reason := place.unavailable_reason(cpu=False):
@@ -132,9 +132,9 @@ def main() -> None:
         for name, runner in runners.items() if "cost" in wanted else ():
             told[f"cost, {name}"] = _answer(canary.serve, *sizes, env=plugin | both | runner)
         if (place.python().parents[1] / place.MODEL).exists() and not given.small:
-            if "poison" in wanted:
-                only = {VARIABLE: "unpublish", poison.VARIABLE: "kv", RUNNER: "0"}
-                told["poison"] = _answer(real_canary.poisoned, 200, env=plugin | only)
+            for name, runner in runners.items() if "poison" in wanted else ():
+                only = {VARIABLE: "unpublish", poison.VARIABLE: "kv"} | runner
+                told[f"poison, {name}"] = _answer(real_canary.poisoned, 200, env=plugin | only)
             for name, runner in runners.items() if "contain" in wanted else ():
                 only = {VARIABLE: "none", contain.VARIABLE: "1"} | runner
                 told[f"contain, {name}"] = _answer(real_canary.contained, env=plugin | only)

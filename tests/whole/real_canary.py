@@ -54,13 +54,21 @@ def _visits(engine: Engine) -> dict[str, Any]:
             parts = blocks.owners.read_by(name, step)
             written.update({block: leak._user(part.owner) for part in parts for block in part.blocks})
 
-    def look(logits: torch.Tensor, drafts: Any) -> None:
-        names = engine.runner.input_batch.req_ids
+    def look(names: Sequence[str], logits: torch.Tensor) -> None:
         rows = zip(names, logits.isnan().any(-1).tolist(), strict=True)
         nan.update(leak._user(name) for name, bad in rows if bad)
 
+    # Where a model runner samples: the first in a method of its own, the second in a sampler.
+    if hasattr(engine.runner, "_sample"):
+        sampled = before(
+            engine.runner, "_sample", lambda logits, drafts: look(engine.runner.input_batch.req_ids, logits)
+        )
+    else:
+        sampled = before(
+            type(engine.runner.sampler), "__call__", lambda self, logits, batch: look(batch.req_ids, logits)
+        )
     hooks.wrap("truth", Target(SCHEDULER, "Scheduler.schedule", ("self",), after=leak._follow(memory)))
-    with before(engine.runner, "_sample", look), before(engine.runner, "execute_model", follow):
+    with sampled, before(engine.runner, "execute_model", follow):
         text = leak.visits(engine).text
     hooks.unwrap("truth")
     reads = [(leak._user(read.reader), read.block, leak._user(read.whose)) for read in memory.reads]
