@@ -11,13 +11,15 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-RANK, ROTARY = 512, 64
+# DeepSeek's latent, rotary part, and heads of keys and of values: vLLM's prefill on a GPU takes no others. Of
+# a head only SmolLM2's first 64 columns are not zero.
+RANK, ROTARY, HEAD = 512, 64, 128
 NAME = "LatentLlamaForCausalLM"
 # Of vllm.LLM. As an MLA model vLLM knows DeepSeek's type; the sizes are those of its latent.
 OPTIONS: dict[str, Any] = {
     "hf_overrides": {
         "architectures": [NAME], "model_type": "deepseek_v2", "kv_lora_rank": RANK, "q_lora_rank": None,
-        "qk_rope_head_dim": ROTARY, "qk_nope_head_dim": 64, "v_head_dim": 64,
+        "qk_rope_head_dim": ROTARY, "qk_nope_head_dim": HEAD, "v_head_dim": HEAD,
     },
     "enable_prefix_caching": False,
 }  # fmt: skip
@@ -42,22 +44,22 @@ def register() -> None:
             with mock.patch.object(llama, "Attention", Nothing):
                 super().__init__(*args, cache_config=cache_config, prefix=prefix, **kwargs)
             del self.attn
-            heads, dim = self.num_heads, self.head_dim
-            self.up = ColumnParallelLinear(RANK, 2 * heads * dim, bias=False, prefix=f"{prefix}.up")
+            heads = self.num_heads
+            self.up = ColumnParallelLinear(RANK, 2 * heads * HEAD, bias=False, prefix=f"{prefix}.up")
             self.latent = MLAAttention(
-                num_heads=heads, scale=self.scaling, qk_nope_head_dim=dim, qk_rope_head_dim=ROTARY,
-                v_head_dim=dim, q_lora_rank=None, kv_lora_rank=RANK, kv_b_proj=self.up,
+                num_heads=heads, scale=self.scaling, qk_nope_head_dim=HEAD, qk_rope_head_dim=ROTARY,
+                v_head_dim=HEAD, q_lora_rank=None, kv_lora_rank=RANK, kv_b_proj=self.up,
                 cache_config=cache_config, prefix=f"{prefix}.attn",
             )  # fmt: skip
 
         def pick_columns(self) -> None:
             """Key and value of each head: the columns of its group."""
             dim = self.head_dim
-            weight = self.up.weight.data.zero_().view(self.num_heads, 2 * dim, RANK)
+            weight = self.up.weight.data.zero_().view(self.num_heads, 2 * HEAD, RANK)
             for head, rows in enumerate(weight):
                 value = head // (self.num_heads // self.num_kv_heads) * dim
                 rows[:dim, self.kv_size + value :].fill_diagonal_(1)
-                rows[dim:, value:].fill_diagonal_(1)
+                rows[HEAD : HEAD + dim, value:].fill_diagonal_(1)
 
         def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
             qkv, _ = self.qkv_proj(hidden_states)
@@ -65,9 +67,11 @@ def register() -> None:
             q, k = self.rotary_emb(positions, q, k)
             pad = torch.nn.functional.pad
             latent = pad(torch.cat([v, k], -1), (0, RANK - 2 * self.kv_size))
-            query = pad(q.view(len(q), self.num_heads, self.head_dim), (0, ROTARY))
+            heads, dim = self.num_heads, self.head_dim
+            query = pad(q.view(len(q), heads, dim), (0, HEAD - dim + ROTARY))
             rotary = k.new_zeros(len(k), 1, ROTARY)
-            return self.o_proj(self.latent(query, latent, rotary, output_shape=q.shape))[0]
+            out = self.latent(query, latent, rotary, output_shape=(len(q), heads * HEAD))
+            return self.o_proj(out.view(len(q), heads, HEAD)[..., :dim].flatten(1))[0]
 
     class Layer(llama.LlamaDecoderLayer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
