@@ -119,7 +119,7 @@ def test_cache_of_an_unknown_layout_is_refused(shape, keys, caplog):
     poison._begin(None, (runner(torch.ones(shape), blocks=6),), {})
     assert "is of no known layout" in registry.reason("poison")
     # Contain has to zero whole blocks.
-    contain._allocated(None, (runner(torch.ones(shape), blocks=6),), {})
+    contain._allocated(None, (runner(torch.ones(shape), blocks=6, device="cpu"),), {})
     assert ("is of no known layout" in (registry.reason("contain") or "")) is not keys
 
 
@@ -214,10 +214,10 @@ class Later:
 
 @pytest.mark.parametrize("result", [Space(req_ids=NAMES), Later()], ids=["now", "later"])
 @pytest.mark.parametrize(("drafts", "bad"), [(None, ["b", "d"]), ([1, 0, 0], ["a", "c"])])
-def test_flags_of_a_step_reach_its_output(result, drafts, bad):
-    worker = Space(input_batch=Space(req_ids=NAMES[: len(drafts) if drafts else 4]))
+def test_flags_of_a_step_reach_its_output(result, drafts, bad, device):
+    rows, worker = ROWS.to(device), Space(input_batch=Space(req_ids=NAMES[: len(drafts) if drafts else 4]))
     meta = drafts and Space(num_draft_tokens=drafts)
-    contain._look((worker, ROWS, meta), {})
+    contain._look((worker, rows, meta), {})
     got = contain._attach(result, (worker,), {})
     output = got.get_output() if isinstance(got, Later) else got
     assert getattr(output, contain.BAD)[0] == bad
@@ -225,9 +225,9 @@ def test_flags_of_a_step_reach_its_output(result, drafts, bad):
     assert contain._attach(Space(), (worker,), {}) == Space()
 
 
-def test_flags_of_the_second_runner_and_a_sampler_that_leaves_none():
-    batch, worker = Space(req_ids=["a", "b"], cu_num_logits_np=[0, 3, 4]), Space()
-    contain._look_v2((None, ROWS, batch), {})
+def test_flags_of_the_second_runner_and_a_sampler_that_leaves_none(device):
+    rows, batch, worker = ROWS.to(device), Space(req_ids=["a", "b"], cu_num_logits_np=[0, 3, 4]), Space()
+    contain._look_v2((None, rows, batch), {})
     contain._sampled_v2(None, (worker, None, batch), {})
     assert getattr(contain._attach(Space(), (worker,), {}), contain.BAD)[0] == ["a", "b"]
     contain._sampled_v2(None, (worker, None, batch), {})

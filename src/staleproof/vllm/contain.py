@@ -61,14 +61,24 @@ def enabled(environment: Mapping[str, str]) -> bool:
 
 
 def _flags(logits: Any) -> Any:
-    """Of each row: whether its largest logit is a number. A NaN or +Inf is not; -Inf may be a mask's."""
-    return logits.amax(-1) < float("inf")
+    """Of each part of each row: not 0 if it holds a NaN or +Inf; -Inf may be a mask's."""
+    if not logits.is_cuda:
+        return ~(logits.amax(-1, keepdim=True) < float("inf"))
+    from staleproof.ops.bad_logits import bad_logits
+
+    return bad_logits(logits)
 
 
 def _allocated(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     """After the cache was allocated: step back if its blocks could not be zeroed."""
-    if (why := kv_memory.unknown_layout(args[0])) is not None:
+    runner = args[0]
+    if (why := kv_memory.unknown_layout(runner)) is not None:
         out_of_service(registry.step_back(NAME, why))
+    elif runner.device.type == "cuda":
+        import torch
+
+        # Its kernel is compiled now, not in a request's first step.
+        _flags(torch.empty(1, 8, dtype=runner.vllm_config.model_config.dtype, device=runner.device))
     return result
 
 
@@ -95,10 +105,10 @@ def _sampled_v2(result: Any, args: Arguments, kwargs: Keywords) -> Any:
         why = "the sampler is not vLLM's own, or samples a shard of the batch a rank"
         out_of_service(registry.step_back(NAME, why))
         return result
-    good, names, ends = kept
+    bad, names, ends = kept
     # They begin with 0.
     rows = [end - start for start, end in itertools.pairwise(ends)][: len(names)]
-    setattr(runner, FLAGS, (good, names, rows))
+    setattr(runner, FLAGS, (bad, names, rows))
     return result
 
 
@@ -107,9 +117,9 @@ def _attach(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     kept = args[0].__dict__.pop(FLAGS, None)
     if kept is None or result is None:
         return result
-    good, names, rows = kept
-    host, arrived = good.to("cpu", non_blocking=True), None
-    if good.is_cuda:
+    bad, names, rows = kept
+    host, arrived = bad.to("cpu", non_blocking=True), None
+    if bad.is_cuda:
         import torch
 
         arrived = torch.cuda.Event()
@@ -119,8 +129,8 @@ def _attach(result: Any, args: Arguments, kwargs: Keywords) -> Any:
         try:
             if arrived is not None:
                 arrived.synchronize()
-            if bad := _bad(host.tolist(), names, rows):
-                setattr(output, BAD, (bad, _first_bad()))
+            if found := _bad(host.any(-1).tolist(), names, rows):
+                setattr(output, BAD, (found, _first_bad()))
         except Exception as error:
             out_of_service(registry.step_back(NAME, f"reading flags: {type(error).__name__}: {error}"))
         return output
@@ -133,17 +143,17 @@ def _attach(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     return result
 
 
-def _bad(good: Sequence[bool], names: Sequence[str], rows: Sequence[int] | None) -> list[str]:
+def _bad(bad: Sequence[bool], names: Sequence[str], rows: Sequence[int] | None) -> list[str]:
     """The requests of which a row is bad.
 
-    >>> _bad([True, False], ["a", "b"], None), _bad([True, False, True], ["a", "b"], [2, 1])
+    >>> _bad([False, True], ["a", "b"], None), _bad([False, True, False], ["a", "b"], [2, 1])
     (['b'], ['a'])
     """
-    if all(good):
+    if not any(bad):
         return []
     found, at = [], 0
     for name, count in zip(names, rows or [1] * len(names), strict=True):
-        if not all(good[at : at + count]):
+        if any(bad[at : at + count]):
             found.append(name)
         at += count
     return found

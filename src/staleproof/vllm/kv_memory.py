@@ -140,7 +140,9 @@ def fill(runner: Any, blocks: Sequence[Sequence[int]], value: float, keys: bool 
                 # A block of the manager is a whole number of the kernel's.
                 ratio = len(cache) // runner.kv_cache_config.num_blocks
                 ids = [block * ratio + part for block in blocks[group] for part in range(ratio)]
-                rows[group] = torch.tensor(ids, device=cache.device)
+                # From pinned memory the host need not wait until the device has come so far.
+                numbers = torch.tensor(ids, pin_memory=cache.is_cuda)
+                rows[group] = numbers.to(cache.device, non_blocking=True)
             # By their bits, because index_fill_ takes no FP8.
             whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.element_size()]
             bits = _bits(value, cache.dtype, runner.vllm_config.cache_config.cache_dtype)
