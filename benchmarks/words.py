@@ -161,7 +161,7 @@ def main() -> None:
     model = words.load(given.model, DEVICE)
     on_gpu = DEVICE == "cuda"
     head = {"machine": device.machine().as_dict(), "commit": given.commit, "date": time.strftime("%Y-%m-%d")}
-    grade = GRADE if on_gpu else "rehearsed: interpreted kernels, no graph"
+    grade = GRADE if on_gpu else "interpreted kernels, no graph"
     with (given.out / "words.jsonl").open("w") as file, torch.inference_mode():
 
         def write(**line: Any) -> None:
