@@ -6,11 +6,13 @@ start at once; then each measures while the others wait. A step is all that a se
 of each request, host and device, under full CUDA graphs.
 
 Then greedy tokens: how many of 61 requests get the same 256 tokens from two backends, and with n-gram drafts
-as without. Drawn weights amplify each rounding, so two released backends beside each other are the measure.
+or piecewise graphs as without. Drawn weights amplify each rounding, so two released backends beside each
+other are the measure.
 
 Run: ``python benchmarks/mla_backends.py v3,fp8,CUSTOM v3,fp8,FLASHMLA > steps.json``, with
 ``STALEPROOF_WHOLE`` naming the Python of an environment with a vLLM and this staleproof. An engine is
-named by shape, ``--kv-cache-dtype`` and ``--attention-backend``, and perhaps ``drafts``.
+named by shape, ``--kv-cache-dtype`` and ``--attention-backend``, and perhaps ``drafts`` or ``piecewise``, for
+tokens alone.
 """
 
 from __future__ import annotations
@@ -54,6 +56,16 @@ BATCHES, CONTEXTS, STEPS, REPEATS = (16, 64, 128, 512), (4096, 16384), 40, 3
 # Tokens that one engine's cache has room for.
 ROOM = 512 * 4300
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+# Up to three query tokens a request.
+SIZES = [3 * batch for batch in BATCHES if batch < 512]
+EXTRAS: dict[str, dict[str, Any]] = {
+    "drafts": {
+        "speculative_config": DRAFTS, "compilation_config": {**FULL, "cudagraph_capture_sizes": SIZES}
+    },
+    # vLLM cuts a graph at each attention only where it compiles.
+    "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [64]}},
+}  # fmt: skip
 REQUESTS, TOKENS = 61, 256
 
 
@@ -88,7 +100,7 @@ def __getattr__(name: str) -> Any:
 
 
 def serve(
-    turns: str, engines: int, share: float, shape: str, cache: str, backend: str, drafts: str = ""
+    turns: str, engines: int, share: float, shape: str, cache: str, backend: str, extra: str = ""
 ) -> None:
     """In the child: one engine; report its tokens and the times of its steps.
 
@@ -99,14 +111,14 @@ def serve(
         shape: of :data:`SHAPES`.
         cache: ``--kv-cache-dtype``.
         backend: ``--attention-backend``.
-        drafts: with n-gram drafts, and then no step is timed.
+        extra: of :data:`EXTRAS`, and then no step is timed.
     """
     import torch
 
     from staleproof.whole.engine import Engine, draw_dummies
 
     draw_dummies()
-    more: dict[str, Any] = {"speculative_config": DRAFTS} if drafts else {
+    more: dict[str, Any] = EXTRAS.get(extra) or {
         "async_scheduling": None,
         "kv_transfer_config": {
             "kv_connector": "Connector", "kv_connector_module_path": "benchmarks.mla_backends",
@@ -118,18 +130,14 @@ def serve(
         SHAPES[shape][0], attention_backend=backend, kv_cache_dtype=cache, enforce_eager=False,
         max_model_len=17000, max_num_seqs=512, max_num_batched_tokens=8192, gpu_memory_utilization=share,
         moe_backend="triton", enable_prefix_caching=False,
-        kv_cache_memory_bytes=ROOM // (8 if drafts else 1) * row, block_size=64,
-        compilation_config={
-            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [n * (3 if drafts else 1) for n in BATCHES if n < 512 or not drafts],
-        },
-        **more,
+        kv_cache_memory_bytes=ROOM // (8 if extra else 1) * row, block_size=64,
+        **{"compilation_config": {**FULL, "cudagraph_capture_sizes": [*BATCHES]}} | more,
     )  # fmt: skip
     layers = engine.runner.compilation_config.static_forward_context.values()
     told: dict[str, Any] = {
         "impl": sorted({type(one.impl).__name__ for one in layers if hasattr(one, "impl")})
     }
-    Path(turns, f"{shape}-{cache}-{backend}-{drafts}").touch()
+    Path(turns, f"{shape}-{cache}-{backend}-{extra}").touch()
     until = time.monotonic() + 240
     while len([*Path(turns).iterdir()]) < engines and time.monotonic() < until:
         time.sleep(0.2)
@@ -149,7 +157,7 @@ def serve(
             told["tokens"] = {name: one.tokens for name, one in engine.serve(load, ends=False).items()}
         told["drafted"] = sum(proposed)
         report(told)
-        if not drafts:
+        if not extra:
             told["steps"] = steps(engine)
     report(told)
 
@@ -214,12 +222,14 @@ def agreement(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     """Print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engines", nargs="+", metavar="SHAPE,CACHE,BACKEND[,drafts]")
+    parser.add_argument("engines", nargs="+", metavar="SHAPE,CACHE,BACKEND[,EXTRA]")
     subjects = parser.parse_args().engines
     for subject in subjects:
         parts = subject.split(",")
-        if len(parts) not in (3, 4) or parts[0] not in SHAPES or parts[1] not in ("auto", "fp8"):
-            parser.error(f"expected SHAPE,CACHE,BACKEND[,drafts], SHAPE of {[*SHAPES]}, got {subject}")
+        known = parts[0] in SHAPES and {*parts[1:2]} <= {"auto", "fp8"} and {*parts[3:]} <= {*EXTRAS}
+        if len(parts) not in (3, 4) or not known:
+            form = f"SHAPE of {[*SHAPES]}, CACHE auto or fp8, EXTRA of {[*EXTRAS]}"
+            parser.error(f"expected SHAPE,CACHE,BACKEND[,EXTRA], {form}, got {subject}")
     if reason := place.unavailable_reason(cpu=False):
         sys.exit(f"staleproof: {reason}")
     # By its name, because a child imports it.
