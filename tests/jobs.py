@@ -53,6 +53,14 @@ def fail() -> None:
     raise ValueError("rows: expected 3, got 4")
 
 
+def fail_and_warn() -> None:
+    """Fail as a rank of vLLM does; a library warns as the process ends."""
+    print(
+        "[rank0]: ValueError: rows: expected 3, got 4\n[rank0]:[W1129] Warning: not called", file=sys.stderr
+    )
+    raise SystemExit(1)
+
+
 def print_much(characters: int) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.write("x" * characters)

@@ -78,11 +78,12 @@ def test_child_has_the_variables_given_and_those_of_the_caller(monkeypatch):
         # An answer that a crash cut short is left out.
         (jobs.report_half_and_crash, ["whole"], 7, "no output$"),
         (jobs.fail, [], 1, "ValueError: rows: expected 3, got 4$"),
+        (jobs.fail_and_warn, [], 1, r"\[rank0\]: ValueError: rows: expected 3, got 4$"),
         (gc.enable, [], 0, "no output$"),
     ],
 )
 def test_answers_before_a_crash_are_kept(job, told, code, said):
-    """What a child told is kept; how it ended, and the last line it printed, is the error."""
+    """What a child told is kept; how it ended, and the last exception or line it printed, is the error."""
     ended = children.call(job, timeout_s=300)
     assert (ended.answers, ended.code) == (told, code)
     assert ended.stderr.startswith("a line before\n") is (job is jobs.fail)

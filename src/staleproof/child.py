@@ -27,6 +27,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -46,6 +47,8 @@ from staleproof.check import require
 # Names the file of a child's answers. Not its standard output: libraries print there.
 REPORT = "STALEPROOF_CHILD_REPORT"
 
+# The line of a traceback that says what was raised; vLLM puts the rank before it.
+ERROR = r"(\[rank\d+\]: +)?[\w.]+(Error|Exception): "
 # What the server imports, as far as the caller has.
 PRELOADED = ("numpy", "torch", "triton")
 # Read when they are used, so that they may differ between children of one server. Every other variable is
@@ -96,7 +99,10 @@ class Ended:
         if self.code is None:
             raise ChildError(f"gave no answer within {self.limit_s:.0f} s")
         if self.code != 0 or not self.answers:
-            raise ChildError(f"ended with {self.code}: {self.last_line or 'no output'}")
+            # Libraries print warnings behind the traceback, as NCCL does.
+            errors = [line for line in self.stderr.splitlines() if re.match(ERROR, line)]
+            why = errors[-1].strip() if errors else self.last_line or "no output"
+            raise ChildError(f"ended with {self.code}: {why}")
         return self.answers[-1]
 
 
