@@ -20,7 +20,18 @@ RIGHT = {
         BUFFERS + "    return sum(kept.values()) + (0 if decoding else workspace)",
         "def mended(kept, decoding): return 0 if decoding else workspace",
     ],
-    "03": ["def mended(scores, k): return choose([s if s == s else 0.0 for s in scores], k)"],
+    "03": [
+        """def mended(scores, k):
+    key = [-s if s == s else float("inf") for s in scores]
+    return sorted(range(len(scores)), key=lambda expert: (key[expert], expert))[:k]
+""",
+        """def mended(scores, k):
+    scores, ids = [s if s == s else -float("inf") for s in scores], []
+    for _ in range(k):
+        ids.append(max((e for e in range(len(scores)) if e not in ids), key=scores.__getitem__))
+    return ids
+""",
+    ],
     "04": ["def take(block, hit): hit or block.zero_()"],
     "05": [
         "def product(values, scales, owned): return torch.where(owned, values * scales, 0.0).sum()",
@@ -35,9 +46,16 @@ WRONG = {
         ("mended = step", "the profile did not make"),
     ],
     "03": [
-        ("def mended(scores, k): return choose(scores, k)", "not three different experts"),
-        ("def mended(scores, k): return [0, 1, 2, 3]", "not three different experts"),
-        ("def mended(scores, k): return choose([s if s == s else 9.0 for s in scores], k)", "the best"),
+        ("def mended(scores, k): return choose(scores, k)", "not 3 different experts"),
+        ("def mended(scores, k): return [0, 1, 2, 3]", "not 3 different experts"),
+        ("def mended(scores, k): return choose([s if s == s else 9.0 for s in scores], k)", "not the best"),
+        # These fail for negative scores, for those below -5000, and where every score is NaN.
+        ("def mended(scores, k): return choose([s if s == s else 0.0 for s in scores], k)", "not the best"),
+        (
+            "def mended(scores, k): return choose([s if s == s else -5e3 for s in scores], k)",
+            "not 2 different",
+        ),
+        ("def mended(scores, k): return choose([s if s == s else -9e9 for s in scores], k)", "different"),
     ],
     "04": [
         ("def take(block, hit): pass", "the state's bytes"),
