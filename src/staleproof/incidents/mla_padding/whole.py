@@ -194,5 +194,8 @@ def add(incident: Incident) -> None:
     }
     right = dict.fromkeys(read_by, "right words")
     incident.question("whole vLLM, words over NaN", read_by, expect=right, needs=_wordless)(words)
-    off, on = (("TRITON_MLA", "bf16", patches) for patches in (OTHERS, "mla_padding"))
-    incident.fixes(rows, {"mla_padding, whole vLLM": Fix(off, on)}, compare=compare, needs=_missing)
+    fixes = {
+        name: Fix(*(("TRITON_MLA", dtype, patches) for patches in (OTHERS, "mla_padding")))
+        for name, dtype in (("mla_padding, whole vLLM", "bf16"), ("mla_padding, whole vLLM, fp8", "fp8"))
+    }
+    incident.fixes(rows, fixes, compare=compare, needs=_missing)
