@@ -121,6 +121,7 @@ def cases() -> dict[str, Callable[[], object]]:
     """Calls that launch each kernel at least once, with the shapes of DeepSeek and Qwen."""
     from staleproof.evidence.board import Board
     from staleproof.ops import topk
+    from staleproof.ops.bad_logits import bad_logits
     from staleproof.ops.clear_empty_rows import clear_empty_rows
     from staleproof.ops.distinct_experts import distinct_experts
     from staleproof.ops.fp8 import quantize_fp8_per_tensor
@@ -161,6 +162,7 @@ def cases() -> dict[str, Callable[[], object]]:
             empty(256, 256, dtype=fp32), 8, bias=empty(256, dtype=fp32), num_expert_group=8, topk_group=4
         ),
         "quantize_nvfp4": lambda: quantize_nvfp4(empty(256, 7168), empty(1, dtype=fp32)),
+        "bad_logits": lambda: bad_logits(empty(64, 128256)),
         "BlockZeroer": lambda: BlockZeroer([empty(128, 64 * 576 * 2, dtype=torch.int8)]),
         "distinct_experts": lambda: distinct_experts(empty(256, 8, dtype=fp32), empty(256, 8, dtype=int32)),
         "Board, rows": lambda: count(8192),

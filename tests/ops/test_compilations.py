@@ -20,6 +20,7 @@ from staleproof import (
     topk_sigmoid,
     topk_softmax,
 )
+from staleproof.ops.bad_logits import bad_logits
 from staleproof.ops.distinct_experts import distinct_experts
 from staleproof.ops.topk import topk_softplus_sqrt
 from staleproof.ops.zero_blocks import BlockZeroer
@@ -68,6 +69,7 @@ OPERATIONS: dict[str, tuple[Callable[[int], object], int]] = {
         1,
     ),
     "distinct_experts": (_distinct, 1),
+    "bad_logits": (lambda n: bad_logits(_bf16(n, 32000 + n)), 1),
 }
 
 

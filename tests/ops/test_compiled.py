@@ -16,6 +16,7 @@ from staleproof import device
 PROGRAM = Path(__file__).with_name("compiled.py")
 KERNELS = {
     "amax_kernel",
+    "bad_logits_kernel",
     "clear_empty_rows_kernel",
     "count_routing_kernel",
     "count_rows_kernel",
