@@ -42,11 +42,15 @@ def test_a_row_that_fits_comes_with_flag_control_patch_and_chapter(capsys):
     for words in (
         "fits as far as known: empty_rows (evidence: real).",
         "do now --enforce-eager",
-        "control Restart once without the flag",
+        "control Restart one replica with the flag and one without it",
         "mla_padding: would apply, touches TRITON_MLA",
         "notebooks/01_mla_padding.ipynb",
     ):
         assert words in text
+
+
+def test_the_traits_of_a_model_are_a_list_that_says_which_it_lacks(capsys):
+    assert "; model: MLA, MoE, not hybrid (--model) " in flat(diagnose(capsys, *NAN))
 
 
 def test_the_missing_fact_comes_first_and_nothing_is_said_to_do(capsys):

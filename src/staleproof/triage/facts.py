@@ -17,6 +17,7 @@ from staleproof.vllm.sources import numbers
 # Fact -> one line that asks for it.
 ASK: Mapping[str, str] = terms("ask")
 MODEL = "mla", "moe", "hybrid"
+_WRITTEN = {"mla": "MLA", "moe": "MoE"}
 SETUP: Mapping[str, str] = terms("setup")
 # Those that vLLM's options say, so that they are known to be off where the options are known.
 OPTIONAL = {on.removeprefix("with ") for key, on in terms("options").items() if key.islower()} & {*SETUP}
@@ -284,16 +285,19 @@ def described(facts: Facts, name: str) -> str:
 
     >>> described(Facts(known={"gpu": "sm90"}, origin={"gpu": "line 12"}), "gpu")
     'gpu sm90 (line 12)'
+    >>> described(Facts(traits={"mla": True, "moe": True, "hybrid": False}), "model")
+    'model: MLA, MoE, not hybrid'
     """
     if name in ("symptom", "model", "setup"):
         names: Sequence[str] = {"symptom": facts.symptoms, "model": MODEL, "setup": tuple(SETUP)}[name]
         there = [one for one in names if one in (*facts.symptoms, *facts.traits)]
-        words = [one if facts.traits.get(one, True) else f"no {one}" for one in there]
+        words = [f"{'' if facts.traits.get(one, True) else 'not '}{_WRITTEN.get(one, one)}" for one in there]
         if name == "setup":
             there = [one for one in there if facts.traits[one]]
             words = there
-        word, places = " ".join(words), dict.fromkeys(facts.origin.get(one, "") for one in there)
+        colon = ":" if len(words) > 1 else ""
+        word, places = ", ".join(words), dict.fromkeys(facts.origin.get(one, "") for one in there)
     else:
-        word, places = facts.known.get(name, ""), {facts.origin.get(name, ""): None}
+        colon, word, places = "", facts.known.get(name, ""), {facts.origin.get(name, ""): None}
     where = ", ".join(filter(None, places))
-    return f"{name} {word} ({where})" if where else f"{name} {word}"
+    return f"{name}{colon} {word} ({where})" if where else f"{name}{colon} {word}"
