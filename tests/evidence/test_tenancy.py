@@ -33,8 +33,9 @@ def _told(log: TenancyLog, owner: str) -> list[str]:
 
 def stale(block: int, whose: str, age: str, at: int, via: str = "", kinds: str = "fp32 e4m3") -> str:
     wrote, read = kinds.split()
-    text = f"block {block}: {wrote} bits of {whose}, {age} old, not zeroed, read as {read} from step {at} on"
-    return text + (f", through the cached blocks of {via}" if via else "")
+    reader = f" by {via[-1]}" if via else ""
+    text = f"block {block}: {wrote} bits of {whose}, {age} old, not zeroed, read as {read}{reader} from step {at} on"
+    return text + (f"; this request used cached blocks of {via}" if via else "")
 
 
 A, B = "A takes 7 fp32; A writes 7 fp32", "B takes 7 e4m3"
@@ -68,11 +69,11 @@ STORIES = {
     "zeroed after its owner has ended": (f"{LIVE}; step; A ends; zero 3", {"A": []}),
     "hit after that": (
         f"{LIVE}; step; A ends; zero 3; step; B hits 3",
-        {"B": [f"{WIPED}, through the cached blocks of A"]},
+        {"B": [f"{WIPED}; this request used cached blocks of A"]},
     ),
     "a prefix hit leads to the writer and to whom it had it from": (
         f"old writes 1 fp32; {FIRST}; step; B hits 2; B takes 5 e4m3; B writes 5 e4m3; step; C hits 5",
-        {"C": [stale(1, "old", "0 steps", 0, via="B, A")]},
+        {"C": [stale(1, "old", "0 steps", 0, via="B, which used those of A")]},
     ),
     "what reached the writer after it filled the block is not in the block": (
         "old writes 9 fp32; A takes 1 e4m3; A writes 1 e4m3; step; A takes 9 e4m3; A writes 9 e4m3; B hits 1",

@@ -44,14 +44,16 @@ class Suspect:
 
     def __str__(self) -> str:
         ago = f"{self.steps_ago} step{'' if self.steps_ago == 1 else 's'}"
-        through = f", through the cached blocks of {', '.join(map(str, self.via))}"
         if self.kind == WIPED:
             text = f"block {self.block}: wiped in step {self.step}, {ago} after {self.whose} wrote"
             text += f" {self.written_as} there"
         else:
             text = f"block {self.block}: {self.written_as} bits of {self.whose}, {ago} old, not"
-            text += f" zeroed, read as {self.read_as} from step {self.step} on"
-        return text + (through if self.via else "")
+            reader = f" by {self.via[-1]}" if self.via else ""
+            text += f" zeroed, read as {self.read_as}{reader} from step {self.step} on"
+        if not self.via:
+            return text
+        return f"{text}; this request used cached blocks of " + ", which used those of ".join(map(str, self.via))
 
 
 @dataclass(frozen=True)
