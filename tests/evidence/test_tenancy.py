@@ -33,8 +33,8 @@ def _told(log: TenancyLog, owner: str) -> list[str]:
 
 def stale(block: int, whose: str, age: str, at: int, via: str = "", kinds: str = "fp32 e4m3") -> str:
     wrote, read = kinds.split()
-    reader = f" by {via[-1]}" if via else ""
-    text = f"block {block}: {wrote} bits of {whose}, {age} old, not zeroed, read as {read}{reader} from step {at} on"
+    read += f" by {via[-1]}" if via else ""
+    text = f"block {block}: {wrote} bits of {whose}, {age} old, not zeroed, read as {read} from step {at} on"
     return text + (f"; this request used cached blocks of {via}" if via else "")
 
 

@@ -53,7 +53,8 @@ class Suspect:
             text += f" zeroed, read as {self.read_as}{reader} from step {self.step} on"
         if not self.via:
             return text
-        return f"{text}; this request used cached blocks of " + ", which used those of ".join(map(str, self.via))
+        text += "; this request used cached blocks of "
+        return text + ", which used those of ".join(map(str, self.via))
 
 
 @dataclass(frozen=True)
