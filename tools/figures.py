@@ -379,8 +379,9 @@ def short(run: Run) -> str:
     _, name, peer, most = min(worst, key=lambda case: case[0])
     return (
         f"{about(run)}. We timed our operations beside those of other libraries, in {len(worst)} groups of "
-        f"cases. In {ahead} groups ours is slower in no case. In the worst case of all, our `{name}` takes "
-        f"{us(most.ours)} us and {peer} takes {us(most.peer)} us ({most.case}). Times are medians. "
+        f"cases. In {ahead} of these groups no case of ours is slower than the other library's. "
+        f"In our worst case `{name}` takes {us(most.ours)} us and {peer} takes {us(most.peer)} us "
+        f"({most.case}). Times are medians. "
         "[figures.md](workbook/figures.md) has every case, and says what its words mean."
     )
 
