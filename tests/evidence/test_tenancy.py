@@ -31,17 +31,23 @@ def _told(log: TenancyLog, owner: str) -> list[str]:
     return [str(suspect) for suspect in log.explain(owner)]
 
 
-def stale(block: int, whose: str, age: str, at: int, via: str = "", kinds: str = "fp32 e4m3") -> str:
+def stale(
+    request: str, block: int, whose: str, age: str, at: int, via: str = "", kinds: str = "fp32 e4m3"
+) -> str:
     wrote, read = kinds.split()
-    read += f" by {via[-1]}" if via else ""
-    text = f"block {block}: {wrote} bits of {whose}, {age} old, not zeroed, read as {read} from step {at} on"
-    return text + (f"; this request used cached blocks of {via}" if via else "")
+    by = via[-1] if via else request
+    text = f"block {block}: {wrote} bits of request {whose}, {age} old, not zeroed, read as {read}"
+    text += f" by request {by} from step {at} on"
+    return text + (f"; request {request} used cached blocks of request {via}" if via else "")
 
 
 A, B = "A takes 7 fp32; A writes 7 fp32", "B takes 7 e4m3"
-OF_A = [stale(7, "A", "1 step", 1)]
-STATE, NOT_YET = "A writes 7 e4m3; B takes 7 fp32", [stale(7, "A", "0 steps", 0, kinds="e4m3 fp32")]
-LIVE, WIPED = "A takes 3 e4m3; A writes 3 e4m3", "block 3: wiped in step 1, 1 step after A wrote e4m3 there"
+OF_A = [stale("B", 7, "A", "1 step", 1)]
+STATE, NOT_YET = "A writes 7 e4m3; B takes 7 fp32", [stale("B", 7, "A", "0 steps", 0, kinds="e4m3 fp32")]
+LIVE, WIPED = (
+    "A takes 3 e4m3; A writes 3 e4m3",
+    "block 3: wiped in step 1, 1 step after request A wrote e4m3 there",
+)
 AGAIN = f"{LIVE}; zero 3; A writes 3 e4m3"
 BOTH = "A takes 1 e4m3; B takes 2 e4m3; A writes 1 e4m3; B writes 2 e4m3"
 FIRST = "A takes 1, 2 e4m3; A writes 1, 2 e4m3"
@@ -50,7 +56,7 @@ THIRD, FOURTH = (f"B takes {block} e4m3; B writes {block} e4m3" for block in (3,
 STORIES = {
     "a block that changes hands unzeroed names its last writer": (
         "A takes 7 fp32; A fills 7 fp32; step; step; step; A ends; B takes 7 e4m3; B writes 7 e4m3",
-        {"A": [], "B": [stale(7, "A", "3 steps", 3)]},
+        {"A": [], "B": [stale("B", 7, "A", "3 steps", 3)]},
     ),
     "zeroed before the first write": (f"{A}; {B}; zero 7; B writes 7 e4m3", {"B": []}),
     "zeroed before it changes hands": (f"{A}; A ends; zero 7; {B}", {"B": []}),
@@ -61,7 +67,10 @@ STORIES = {
     "nor one of the whole block": (f"{A}; step; {B}; A fills 7 fp32", {"B": OF_A}),
     "nor is it a write that zeroing could wipe": (f"{A}; step; {B}; A writes 7 fp32; zero 7", {"B": []}),
     "nor is one of the whole block": (f"{A}; step; {B}; A fills 7 fp32; zero 7", {"B": []}),
-    "wiped and written again": (AGAIN, {"A": ["block 3: wiped in step 0, 0 steps after A wrote e4m3 there"]}),
+    "wiped and written again": (
+        AGAIN,
+        {"A": ["block 3: wiped in step 0, 0 steps after request A wrote e4m3 there"]},
+    ),
     "wiped and written whole again": (f"{AGAIN}; A fills 3 e4m3", {"A": []}),
     "zeroed once more after that": (f"{AGAIN}; A fills 3 e4m3; step; zero 3", {"A": [WIPED]}),
     "a live block that is zeroed was wiped": (f"{LIVE}; step; zero 3", {"A": [WIPED]}),
@@ -69,30 +78,33 @@ STORIES = {
     "zeroed after its owner has ended": (f"{LIVE}; step; A ends; zero 3", {"A": []}),
     "hit after that": (
         f"{LIVE}; step; A ends; zero 3; step; B hits 3",
-        {"B": [f"{WIPED}; this request used cached blocks of A"]},
+        {"B": [f"{WIPED}; request B used cached blocks of request A"]},
     ),
     "a prefix hit leads to the writer and to whom it had it from": (
         f"old writes 1 fp32; {FIRST}; step; B hits 2; B takes 5 e4m3; B writes 5 e4m3; step; C hits 5",
-        {"C": [stale(1, "old", "0 steps", 0, via="B, which used those of A")]},
+        {"C": [stale("C", 1, "old", "0 steps", 0, via="B, which used those of request A")]},
     ),
     "what reached the writer after it filled the block is not in the block": (
         "old writes 9 fp32; A takes 1 e4m3; A writes 1 e4m3; step; A takes 9 e4m3; A writes 9 e4m3; B hits 1",
-        {"A": [stale(9, "old", "1 step", 1)], "B": []},
+        {"A": [stale("A", 9, "old", "1 step", 1)], "B": []},
     ),
     "nor is what was wiped after it": (
         "A takes 1, 9 e4m3; A writes 1, 9 e4m3; step; zero 9; B hits 1",
-        {"A": ["block 9: wiped in step 1, 1 step after A wrote e4m3 there"], "B": []},
+        {"A": ["block 9: wiped in step 1, 1 step after request A wrote e4m3 there"], "B": []},
     ),
     "owners that hit each other end": (f"{BOTH}; A hits 2; B hits 1", {"A": []}),
     "a hit on a block that its owner never wrote reads what the owner found there": (
         "A writes 1, 2 fp32; step; B takes 1, 2 e4m3; zero 2; C hits 1, 2",
-        {"C": [stale(1, "A", "1 step", 1, via="B")]},
+        {"C": [stale("C", 1, "A", "1 step", 1, via="B")]},
     ),
     "in the order of steps, own blocks first": (
         f"A writes 1, 2, 3, 4 fp32; step; {THIRD}; step; {FOURTH}; step; C hits 3; C takes 2, 1 e4m3",
         {
-            "B": [stale(3, "A", "1 step", 1), stale(4, "A", "2 steps", 2)],
-            "C": [*(stale(n, "A", "3 steps", 3) for n in (1, 2)), stale(3, "A", "1 step", 1, via="B")],
+            "B": [stale("B", 3, "A", "1 step", 1), stale("B", 4, "A", "2 steps", 2)],
+            "C": [
+                *(stale("C", n, "A", "3 steps", 3) for n in (1, 2)),
+                stale("C", 3, "A", "1 step", 1, via="B"),
+            ],
         },
     ),
 }

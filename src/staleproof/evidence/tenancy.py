@@ -23,6 +23,7 @@ class Suspect:
     """Bytes that a request could read and should not have.
 
     Attributes:
+        request: the request that could read them.
         block: id of the block.
         kind: :data:`STALE` or :data:`WIPED`.
         whose: for stale bytes the request that wrote them; for wiped bytes the request that lost them.
@@ -33,6 +34,7 @@ class Suspect:
         via: requests whose cached blocks carried the bytes on, nearest first.
     """
 
+    request: Hashable
     block: int
     kind: str
     whose: Hashable
@@ -45,16 +47,16 @@ class Suspect:
     def __str__(self) -> str:
         ago = f"{self.steps_ago} step{'' if self.steps_ago == 1 else 's'}"
         if self.kind == WIPED:
-            text = f"block {self.block}: wiped in step {self.step}, {ago} after {self.whose} wrote"
-            text += f" {self.written_as} there"
+            text = f"block {self.block}: wiped in step {self.step}, {ago} after request"
+            text += f" {self.whose} wrote {self.written_as} there"
         else:
-            text = f"block {self.block}: {self.written_as} bits of {self.whose}, {ago} old, not"
-            reader = f" by {self.via[-1]}" if self.via else ""
-            text += f" zeroed, read as {self.read_as}{reader} from step {self.step} on"
+            text = f"block {self.block}: {self.written_as} bits of request {self.whose}, {ago} old, not"
+            reader = self.via[-1] if self.via else self.request
+            text += f" zeroed, read as {self.read_as} by request {reader} from step {self.step} on"
         if not self.via:
             return text
-        text += "; this request used cached blocks of "
-        return text + ", which used those of ".join(map(str, self.via))
+        text += f"; request {self.request} used cached blocks of request "
+        return text + ", which used those of request ".join(map(str, self.via))
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,12 @@ class TenancyLog:
         ValueError: ``keep`` is below 1.
 
     >>> log = TenancyLog()
-    >>> log.allocated([7], "request 1", "fp32")
-    >>> log.wrote([7], "request 1", "fp32")
+    >>> log.allocated([7], 1, "fp32")
+    >>> log.wrote([7], 1, "fp32")
     >>> log.advance()
-    >>> log.allocated([7], "request 2", "e4m3")  # not zeroed in between
-    >>> print(*log.explain("request 2"))
-    block 7: fp32 bits of request 1, 1 step old, not zeroed, read as e4m3 from step 1 on
+    >>> log.allocated([7], 2, "e4m3")  # not zeroed in between
+    >>> print(*log.explain(2))
+    block 7: fp32 bits of request 1, 1 step old, not zeroed, read as e4m3 by request 2 from step 1 on
     """
 
     def __init__(self, keep: int = 10_000) -> None:
@@ -178,11 +180,16 @@ class TenancyLog:
             ValueError: the log does not know the owner, or no longer.
         """
         require(owner in self._owners, "owner", "an owner in the log", owner)
-        suspects = self._suspects(owner, self.step, (), {owner})
+        suspects = self._suspects(owner, owner, self.step, (), {owner})
         return sorted(suspects, key=lambda suspect: (len(suspect.via), suspect.step, suspect.block))
 
     def _suspects(
-        self, owner: Hashable, until: int, via: tuple[Hashable, ...], visited: set[Hashable]
+        self,
+        request: Hashable,
+        owner: Hashable,
+        until: int,
+        via: tuple[Hashable, ...],
+        visited: set[Hashable],
     ) -> list[Suspect]:
         known = self._owners.get(owner)
         if known is None:
@@ -191,21 +198,21 @@ class TenancyLog:
         end = self.step + 1 if known.ended is None else known.ended
         for t in known.tenancies:
             if t.inherited is not None and t.step <= until:
-                suspects.append(_suspect(t, STALE, t.inherited, t.step, via))
+                suspects.append(_suspect(request, t, STALE, t.inherited, t.step, via))
             if t.wiped is not None and t.wiped <= until and t.wiped < end:
-                suspects.append(_wiped(t, via))
+                suspects.append(_wiped(request, t, via))
         for t in known.hits:
             further = (*via, t.owner)
             if t.wiped is not None:
-                suspects.append(_wiped(t, further))
+                suspects.append(_wiped(request, t, further))
             if t.wrote is None:
                 # Published before its owner wrote it: a request that hits it reads what was there before.
                 if t.inherited is not None:
-                    suspects.append(_suspect(t, STALE, t.inherited, t.step, further))
+                    suspects.append(_suspect(request, t, STALE, t.inherited, t.step, further))
             elif t.owner not in visited:
                 visited.add(t.owner)
                 # Bytes that reached the writer after it wrote this block are not in this block.
-                suspects += self._suspects(t.owner, t.wrote.step, further, visited)
+                suspects += self._suspects(request, t.owner, t.wrote.step, further, visited)
         return list(dict.fromkeys(suspects))
 
     def _of(self, owner: Hashable) -> _Owner:
@@ -216,11 +223,14 @@ class TenancyLog:
         return self._owners[owner]
 
 
-def _suspect(tenancy: _Tenancy, kind: str, write: Write, step: int, via: tuple[Hashable, ...]) -> Suspect:
-    return Suspect(tenancy.block, kind, write.owner, write.dtype, tenancy.dtype, step, step - write.step, via)
+def _suspect(
+    request: Hashable, tenancy: _Tenancy, kind: str, write: Write, step: int, via: tuple[Hashable, ...]
+) -> Suspect:
+    age, dtypes = step - write.step, (write.dtype, tenancy.dtype)
+    return Suspect(request, tenancy.block, kind, write.owner, *dtypes, step, age, via)
 
 
-def _wiped(tenancy: _Tenancy, via: tuple[Hashable, ...]) -> Suspect:
+def _wiped(request: Hashable, tenancy: _Tenancy, via: tuple[Hashable, ...]) -> Suspect:
     assert tenancy.wrote is not None
     assert tenancy.wiped is not None
-    return _suspect(tenancy, WIPED, tenancy.wrote, tenancy.wiped, via)
+    return _suspect(request, tenancy, WIPED, tenancy.wrote, tenancy.wiped, via)
