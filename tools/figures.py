@@ -377,11 +377,13 @@ def short(run: Run) -> str:
             worst.append(min(cases, key=lambda case: case[0]))
     ahead = sum(ratio >= 1 for ratio, *_ in worst)
     _, name, peer, most = min(worst, key=lambda case: case[0])
+    case = re.sub(r"(\w+) batch (\d+) heads (\d+)", r"\1 queries, batch \2, \3 heads", most.case)
+    case = re.sub(r"tokens (\d+)", r"\1 tokens", case)
     return (
         f"{about(run)}. We timed our operations beside those of other libraries, in {len(worst)} groups of "
         f"cases. In {ahead} of these groups no case of ours is slower than the other library's. "
         f"In our worst case `{name}` takes {us(most.ours)} us and {peer} takes {us(most.peer)} us "
-        f"({most.case}). Times are medians. "
+        f"({case}). Times are medians. "
         "[figures.md](workbook/figures.md) has every case, and says what its words mean."
     )
 
