@@ -123,21 +123,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plugin = {"VLLM_PLUGINS": "staleproof", live.SWITCH: str(Path(folder, "off"))}
         plugin["PYTHONPATH"] = str(Path(__file__).parents[1])
-        both = {VARIABLE: "none", contain.VARIABLE: "1", poison.VARIABLE: "kv"}
         told = {"evidence": str(place.evidence().of)}
         runners = {
             f"runner V{number + 1}": {RUNNER: str(number)} for number in range(1 if given.small else 2)
         }
-        wanted, sizes = given.parts, (given.small, given.steps)
-        for name, runner in runners.items() if "cost" in wanted else ():
-            told[f"cost, {name}"] = _answer(canary.serve, *sizes, env=plugin | both | runner)
-        if (place.python().parents[1] / place.MODEL).exists() and not given.small:
-            for name, runner in runners.items() if "poison" in wanted else ():
-                only = {VARIABLE: "unpublish", poison.VARIABLE: "kv"} | runner
-                told[f"poison, {name}"] = _answer(real_canary.poisoned, 200, env=plugin | only)
-            for name, runner in runners.items() if "contain" in wanted else ():
-                only = {VARIABLE: "none", contain.VARIABLE: "1"} | runner
-                told[f"contain, {name}"] = _answer(real_canary.contained, env=plugin | only)
+        alone = {VARIABLE: "none", contain.VARIABLE: "1"}
+        # Part -> function, its arguments, and variables.
+        jobs: dict[str, tuple[Any, ...]] = {
+            "cost": (canary.serve, (given.small, given.steps), alone | {poison.VARIABLE: "kv"}),
+            "poison": (real_canary.poisoned, (200,), {VARIABLE: "unpublish", poison.VARIABLE: "kv"}),
+            "contain": (real_canary.contained, (), alone),
+        }
+        has_model = (place.python().parents[1] / place.MODEL).exists() and not given.small
+        for part in PARTS if has_model else PARTS[:1]:
+            function, arguments, variables = jobs[part]
+            for name, runner in runners.items() if part in given.parts else ():
+                told[f"{part}, {name}"] = _answer(function, *arguments, env=plugin | variables | runner)
     print(json.dumps(told))
 
 

@@ -191,7 +191,7 @@ def steps(engine: Any) -> list[dict[str, Any]]:
                 marks.append(time.perf_counter())
             core.step()
             step += 1
-        each = [(after - before) / STEPS * 1e3 for before, after in itertools.pairwise(marks)]
+        each = [(end - start) / STEPS * 1e3 for start, end in itertools.pairwise(marks)]
         found.append({"batch": batch, "context": context, "ms": each})
     return found
 

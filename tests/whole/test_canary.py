@@ -5,7 +5,6 @@ Without .venv-whole (``make whole``) it is skipped.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -22,11 +21,7 @@ ROOT = Path(__file__).parents[2]
 def ask(folder, function, *args, **variables):
     if reason := place.unavailable_reason():
         pytest.skip(reason)
-    env = {
-        "VLLM_PLUGINS": "staleproof",
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
-        live.SWITCH: str(folder / "off"),
-    }
+    env = {"VLLM_PLUGINS": "staleproof", "PYTHONPATH": str(ROOT), live.SWITCH: str(folder / "off")}
     return place.call(function, *args, env=env | variables, timeout_s=600).answer()
 
 

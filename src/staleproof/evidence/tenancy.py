@@ -180,39 +180,33 @@ class TenancyLog:
             ValueError: the log does not know the owner, or no longer.
         """
         require(owner in self._owners, "owner", "an owner in the log", owner)
-        suspects = self._suspects(owner, owner, self.step, (), {owner})
+        suspects = self._suspects(self.step, (owner,), {owner})
         return sorted(suspects, key=lambda suspect: (len(suspect.via), suspect.step, suspect.block))
 
-    def _suspects(
-        self,
-        request: Hashable,
-        owner: Hashable,
-        until: int,
-        via: tuple[Hashable, ...],
-        visited: set[Hashable],
-    ) -> list[Suspect]:
-        known = self._owners.get(owner)
+    def _suspects(self, until: int, path: tuple[Hashable, ...], visited: set[Hashable]) -> list[Suspect]:
+        """What the last request of ``path`` could read; it reaches the first one by cached blocks."""
+        known = self._owners.get(path[-1])
         if known is None:
             return []
         suspects = []
         end = self.step + 1 if known.ended is None else known.ended
         for t in known.tenancies:
             if t.inherited is not None and t.step <= until:
-                suspects.append(_suspect(request, t, STALE, t.inherited, t.step, via))
+                suspects.append(_suspect(t, STALE, t.inherited, t.step, path))
             if t.wiped is not None and t.wiped <= until and t.wiped < end:
-                suspects.append(_wiped(request, t, via))
+                suspects.append(_wiped(t, path))
         for t in known.hits:
-            further = (*via, t.owner)
+            further = (*path, t.owner)
             if t.wiped is not None:
-                suspects.append(_wiped(request, t, further))
+                suspects.append(_wiped(t, further))
             if t.wrote is None:
                 # Published before its owner wrote it: a request that hits it reads what was there before.
                 if t.inherited is not None:
-                    suspects.append(_suspect(request, t, STALE, t.inherited, t.step, further))
+                    suspects.append(_suspect(t, STALE, t.inherited, t.step, further))
             elif t.owner not in visited:
                 visited.add(t.owner)
                 # Bytes that reached the writer after it wrote this block are not in this block.
-                suspects += self._suspects(request, t.owner, t.wrote.step, further, visited)
+                suspects += self._suspects(t.wrote.step, further, visited)
         return list(dict.fromkeys(suspects))
 
     def _of(self, owner: Hashable) -> _Owner:
@@ -223,14 +217,12 @@ class TenancyLog:
         return self._owners[owner]
 
 
-def _suspect(
-    request: Hashable, tenancy: _Tenancy, kind: str, write: Write, step: int, via: tuple[Hashable, ...]
-) -> Suspect:
-    age, dtypes = step - write.step, (write.dtype, tenancy.dtype)
-    return Suspect(request, tenancy.block, kind, write.owner, *dtypes, step, age, via)
+def _suspect(tenancy: _Tenancy, kind: str, write: Write, step: int, path: tuple[Hashable, ...]) -> Suspect:
+    (request, *via), age, dtypes = path, step - write.step, (write.dtype, tenancy.dtype)
+    return Suspect(request, tenancy.block, kind, write.owner, *dtypes, step, age, tuple(via))
 
 
-def _wiped(request: Hashable, tenancy: _Tenancy, via: tuple[Hashable, ...]) -> Suspect:
+def _wiped(tenancy: _Tenancy, path: tuple[Hashable, ...]) -> Suspect:
     assert tenancy.wrote is not None
     assert tenancy.wiped is not None
-    return _suspect(request, tenancy, WIPED, tenancy.wrote, tenancy.wiped, via)
+    return _suspect(tenancy, WIPED, tenancy.wrote, tenancy.wiped, path)
