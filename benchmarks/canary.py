@@ -1,8 +1,9 @@
 """What ``STALEPROOF_CONTAIN`` and ``STALEPROOF_POISON`` cost a step of a whole vLLM, off and on in turn.
 
-One engine with dummy weights; the plugin's switch file switches contain and poison, as an operator does.
-Times are medians over the steps of a steady decode: ``step_us`` of the wall, which is the device's time if
-that is longer, and ``host_us`` of the calling thread. With poison, prompts of 16 lengths let some request get
+One engine with dummy weights; the plugin's switch file switches contain or poison every few steps of one
+decode, because the clock rate of a GPU and the load of its host drift. A stretch of steps with it is compared
+with the mean of the two stretches beside it, without: ``wall`` is the time of a step, which is the device's
+if that is longer, and ``host`` the calling thread's. With poison, prompts of 16 lengths let some request get
 a block in each step. Then the two experiments of ``tests/whole/test_canary.py`` run, if the environment has
 their model.
 
@@ -14,7 +15,9 @@ machine. ``--parts`` names some of the parts: cost, poison, contain.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -28,12 +31,11 @@ from staleproof.child import report
 from staleproof.vllm import contain, live, poison
 from staleproof.vllm.plugin import VARIABLE
 from staleproof.whole import place
-from staleproof.whole.engine import Engine, counters, states_of, switch
+from staleproof.whole.engine import Engine, counters, states_of
 
 BOTH = contain.NAME, poison.NAME
-# The states of an engine in turn, and what is switched off in each: a difference is of neighbours, since the
-# clock rate of a GPU drifts.
-STATES = [("off", BOTH), ("contain", BOTH[1:])] * 6 + [("off", BOTH), ("poison", BOTH[:1])] * 2
+# Stretches with a patch, each between two without; steps after a switch that are not counted.
+TIMES, SETTLE = {contain.NAME: 12, poison.NAME: 6}, 4
 PARTS = "cost", "poison", "contain"
 # Which of vLLM's two model runners serves.
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -60,7 +62,7 @@ def serve(small: bool, steps: int) -> None:
     graphs = (
         {}
         if small
-        else {"compilation_config": full, "gpu_memory_utilization": 0.6, "kv_cache_memory_bytes": 24 << 30}
+        else {"compilation_config": full, "gpu_memory_utilization": 0.6, "kv_cache_memory_bytes": 26 << 30}
     )
     engine = Engine(
         SHAPE | (SMALL if small else {}),
@@ -70,33 +72,54 @@ def serve(small: bool, steps: int) -> None:
         **graphs,
     )
     core, rows = engine.llm.llm_engine, []
-    for batch in batches:
-        for turn, (state, off) in enumerate(STATES):
-            switch(off)
-            sampling = SamplingParams(temperature=0, max_tokens=steps + 40, ignore_eos=True, detokenize=False)
-            for number in range(batch):
-                prompt = {"prompt_token_ids": [3 + number % 1000] * (100 + number % 16)}
-                core.add_request(f"{turn}-{batch}-{number}", prompt, sampling)
-            # The prompts, and steps until the pipeline is full.
-            for _ in range(30):
-                core.step()
-            wall, host, filled = [], [], counters()["poisoned_blocks"]
-            for _ in range(steps):
-                began = time.perf_counter(), time.thread_time()
-                core.step()
-                wall.append(time.perf_counter() - began[0])
-                host.append(time.thread_time() - began[1])
-            while core.has_unfinished_requests():
-                core.step()
-            row = {"state": state, "batch": batch, "steps": steps}
-            row |= {"step_us": 1e6 * statistics.median(wall), "host_us": 1e6 * statistics.median(host)}
-            row |= {"step_us_p90": 1e6 * statistics.quantiles(wall, n=10)[-1]}
-            row |= {
-                "poisoned": counters()["poisoned_blocks"] - filled,
-                "contained": counters()["contained_requests"],
-            }
-            rows.append(row | {"patches": states_of(contain.NAME, poison.NAME)})
+    for batch, name in itertools.product(batches, BOTH):
+        stretches = 2 * TIMES[name] + 1
+        total = (steps + SETTLE) * stretches
+        sampling = SamplingParams(temperature=0, max_tokens=total + 40, ignore_eos=True, detokenize=False)
+        for number in range(batch):
+            prompt = {"prompt_token_ids": [3 + number % 1000] * (100 + number % 16)}
+            core.add_request(f"{name}-{batch}-{number}", prompt, sampling)
+        # The prompts, and steps until the pipeline is full.
+        for _ in range(30):
+            core.step()
+        before, wall, host = counters(), [], []
+        for turn in range(stretches):
+            Path(os.environ[live.SWITCH]).write_text(" ".join(x for x in BOTH if x != name or not turn % 2))
+            # What its thread does each second.
+            live.tick()
+            wanted = "in place" if turn % 2 else "off"
+            if (state := states_of(name)[name]) != wanted:
+                raise RuntimeError(f"{name} is {state}, expected {wanted}")
+            times = [_step(core) for _ in range(steps + SETTLE)][SETTLE:]
+            wall.append(statistics.median(took for took, _ in times))
+            host.append(statistics.median(took for _, took in times))
+        while core.has_unfinished_requests():
+            core.step()
+        row = {"patch": name, "batch": batch, "steps": steps}
+        row |= {f"wall_{key}": number for key, number in _added(wall).items()}
+        row |= {f"host_{key}": number for key, number in _added(host).items()}
+        counted = {key: counters()[key] - before[key] for key in ("poisoned_blocks", "contained_requests")}
+        rows.append(row | counted)
     report({"device": str(engine.runner.device), "rows": rows})
+
+
+def _step(core: Any) -> tuple[float, float]:
+    """Microseconds of a step: of the wall, and of this thread."""
+    began = time.perf_counter(), time.thread_time()
+    core.step()
+    return 1e6 * (time.perf_counter() - began[0]), 1e6 * (time.thread_time() - began[1])
+
+
+def _added(times: list[float]) -> dict[str, Any]:
+    """Median without, and what a stretch with the patch adds to its neighbours: median and quartiles."""
+    added = [times[i] - (times[i - 1] + times[i + 1]) / 2 for i in range(1, len(times), 2)]
+    low, median, high = statistics.quantiles(added, n=4)
+    return {
+        "us": statistics.median(times[::2]),
+        "added_us": median,
+        "quartiles_us": [low, high],
+        "all_us": times,
+    }
 
 
 def _answer(function: Any, *args: Any, env: dict[str, str]) -> Any:
@@ -111,7 +134,7 @@ def main() -> None:
     """Print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a tiny model, for a machine without a GPU")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=20, help="of a stretch")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
     if reason := place.unavailable_reason(cpu=False):
