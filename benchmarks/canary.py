@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from staleproof.child import report
 from staleproof.vllm import contain, live, poison
 from staleproof.vllm.plugin import VARIABLE
 from staleproof.whole import place
-from staleproof.whole.engine import Engine, counters, states_of
+from staleproof.whole.engine import Engine, counters, switch
 
 BOTH = contain.NAME, poison.NAME
 # Stretches with a patch, each between two without; steps after a switch that are not counted.
@@ -84,12 +83,7 @@ def serve(small: bool, steps: int) -> None:
             core.step()
         before, wall, host = counters(), [], []
         for turn in range(stretches):
-            Path(os.environ[live.SWITCH]).write_text(" ".join(x for x in BOTH if x != name or not turn % 2))
-            # What its thread does each second.
-            live.tick()
-            wanted = "in place" if turn % 2 else "off"
-            if (state := states_of(name)[name]) != wanted:
-                raise RuntimeError(f"{name} is {state}, expected {wanted}")
+            switch([x for x in BOTH if x != name or not turn % 2], at_once=True)
             times = [_step(core) for _ in range(steps + SETTLE)][SETTLE:]
             wall.append(statistics.median(took for took, _ in times))
             host.append(statistics.median(took for _, took in times))
@@ -98,7 +92,8 @@ def serve(small: bool, steps: int) -> None:
         row = {"patch": name, "batch": batch, "steps": steps}
         row |= {f"wall_{key}": number for key, number in _added(wall).items()}
         row |= {f"host_{key}": number for key, number in _added(host).items()}
-        counted = {key: counters()[key] - before[key] for key in ("poisoned_blocks", "contained_requests")}
+        after = counters()
+        counted = {key: after[key] - before[key] for key in ("poisoned_blocks", "contained_requests")}
         rows.append(row | counted)
     report({"device": str(engine.runner.device), "rows": rows})
 

@@ -175,8 +175,12 @@ def counters() -> dict[str, int]:
     return {name: read() for name, read in registry.counters().items()}
 
 
-def switch(off: Sequence[str]) -> None:
+def switch(off: Sequence[str], at_once: bool = False) -> None:
     """Switch these patches off and all others on, as an operator does: by the plugin's switch file.
+
+    Args:
+        off: names of patches.
+        at_once: look at the file in this thread, and do not wait until the plugin's does.
 
     Raises:
         RuntimeError: the plugin does not do it within ten of the seconds in which its thread looks.
@@ -186,6 +190,8 @@ def switch(off: Sequence[str]) -> None:
         file.write_text(" ".join(off), encoding="utf-8")
     else:
         file.unlink(missing_ok=True)
+    if at_once:
+        live.tick()
     until = time.monotonic() + 10 * live.BEAT_S
     while True:
         off_now = {name for name in [*registry.patches] if registry.is_switched_off(name)}
