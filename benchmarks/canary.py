@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ from staleproof.whole import place
 from staleproof.whole.engine import Engine, counters, switch
 
 BOTH = contain.NAME, poison.NAME
-# Stretches with a patch, each between two without; steps after a switch that are not counted.
-TIMES, SETTLE = {contain.NAME: 12, poison.NAME: 6}, 4
+# Stretches with a patch in a decode, each between two without; decodes; steps after a switch not counted.
+TIMES, DECODES, SETTLE = {contain.NAME: 12, poison.NAME: 6}, {contain.NAME: 4, poison.NAME: 1}, 4
 PARTS = "cost", "poison", "contain"
 # Which of vLLM's two model runners serves.
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -72,30 +73,38 @@ def serve(small: bool, steps: int) -> None:
     )
     core, rows = engine.llm.llm_engine, []
     for batch, name in itertools.product(batches, BOTH):
-        stretches = 2 * TIMES[name] + 1
-        total = (steps + SETTLE) * stretches
-        sampling = SamplingParams(temperature=0, max_tokens=total + 40, ignore_eos=True, detokenize=False)
-        for number in range(batch):
-            prompt = {"prompt_token_ids": [3 + number % 1000] * (100 + number % 16)}
-            core.add_request(f"{name}-{batch}-{number}", prompt, sampling)
-        # The prompts, and steps until the pipeline is full.
-        for _ in range(30):
-            core.step()
-        before, wall, host = counters(), [], []
-        for turn in range(stretches):
-            switch([x for x in BOTH if x != name or not turn % 2], at_once=True)
-            times = [_step(core) for _ in range(steps + SETTLE)][SETTLE:]
-            wall.append(statistics.median(took for took, _ in times))
-            host.append(statistics.median(took for _, took in times))
-        while core.has_unfinished_requests():
-            core.step()
+        before, decodes = counters(), []
+        for _ in range(1 if small else DECODES[name]):
+            decodes.append(_decode(core, SamplingParams, batch, name, steps))
         row = {"patch": name, "batch": batch, "steps": steps}
-        row |= {f"wall_{key}": number for key, number in _added(wall).items()}
-        row |= {f"host_{key}": number for key, number in _added(host).items()}
+        for key, times in zip(("wall", "host"), zip(*decodes, strict=True), strict=True):
+            row |= {f"{key}_{what}": number for what, number in _added(times).items()}
         after = counters()
         counted = {key: after[key] - before[key] for key in ("poisoned_blocks", "contained_requests")}
         rows.append(row | counted)
     report({"device": str(engine.runner.device), "rows": rows})
+
+
+def _decode(core: Any, params: Any, batch: int, name: str, steps: int) -> tuple[list[float], list[float]]:
+    """One decode, switched every few steps: of each stretch, the median step of the wall and of the host."""
+    stretches = 2 * TIMES[name] + 1
+    total = (steps + SETTLE) * stretches
+    sampling = params(temperature=0, max_tokens=total + 40, ignore_eos=True, detokenize=False)
+    for number in range(batch):
+        prompt = {"prompt_token_ids": [3 + number % 1000] * (100 + number % 16)}
+        core.add_request(f"{name}-{batch}-{number}", prompt, sampling)
+    # The prompts, and steps until the pipeline is full.
+    for _ in range(30):
+        core.step()
+    wall, host = [], []
+    for turn in range(stretches):
+        switch([x for x in BOTH if x != name or not turn % 2], at_once=True)
+        times = [_step(core) for _ in range(steps + SETTLE)][SETTLE:]
+        wall.append(statistics.median(took for took, _ in times))
+        host.append(statistics.median(took for _, took in times))
+    while core.has_unfinished_requests():
+        core.step()
+    return wall, host
 
 
 def _step(core: Any) -> tuple[float, float]:
@@ -105,15 +114,16 @@ def _step(core: Any) -> tuple[float, float]:
     return 1e6 * (time.perf_counter() - began[0]), 1e6 * (time.thread_time() - began[1])
 
 
-def _added(times: list[float]) -> dict[str, Any]:
+def _added(decodes: Sequence[list[float]]) -> dict[str, Any]:
     """Median without, and what a stretch with the patch adds to its neighbours: median and quartiles."""
-    added = [times[i] - (times[i - 1] + times[i + 1]) / 2 for i in range(1, len(times), 2)]
+    added = [x[i] - (x[i - 1] + x[i + 1]) / 2 for x in decodes for i in range(1, len(x), 2)]
     low, median, high = statistics.quantiles(added, n=4)
     return {
-        "us": statistics.median(times[::2]),
+        "us": statistics.median(itertools.chain.from_iterable(x[::2] for x in decodes)),
         "added_us": median,
         "quartiles_us": [low, high],
-        "all_us": times,
+        "stretches": len(added),
+        "all_us": decodes,
     }
 
 

@@ -60,6 +60,8 @@ class NoGpu(TorchFunctionMode):
         args, kwargs = tree_map_only(NoData, lambda x: x.as_subclass(torch.Tensor), (args, kwargs or {}))
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs["device"] = "meta"
+        # Without a GPU no memory can be pinned.
+        kwargs.pop("pin_memory", None)
         result = func(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda x: x.as_subclass(NoData) if x.is_meta else x, result)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from staleproof import device
-from staleproof.ops.launching import Ready, Seen, empty, key_of, launched
+from staleproof.ops.launching import Ready, Seen, key_of, launched
 
 device.load_triton()
 
@@ -32,20 +32,22 @@ _SEEN: Seen[Ready] = Seen()
 def bad_logits(logits: torch.Tensor) -> torch.Tensor:
     """Find NaN and +Inf; -Inf is none, because masks are -Inf.
 
-    It is one launch. The host puts the parts of a row together, which it reads anyway.
+    It is one launch and no copy: a GPU writes the flags into pinned memory of the host. They are there when
+    the kernel has run, and must be kept until then: freed before, the memory may be given out while it is
+    written to. The host puts the parts of a row together, which it reads anyway.
 
     Args:
         logits: (rows, columns), a floating-point dtype, columns contiguous.
 
     Returns:
-        (rows, parts) uint8 on its device; a row is bad if one of its parts is not 0.
+        (rows, parts) uint8 on the CPU; a row is bad if one of its parts is not 0.
 
     >>> bad_logits(torch.tensor([[1.0, -torch.inf], [torch.nan, 0.0], [torch.inf, 0.0]]))[:, 0]
     tensor([0, 1, 1], dtype=torch.uint8)
     """
     rows, columns = logits.shape
     parts = triton.cdiv(columns, PART)
-    bad = empty((rows, parts), torch.uint8, logits)
+    bad = torch.empty((rows, parts), dtype=torch.uint8, pin_memory=logits.is_cuda)
     if not rows:
         return bad
     key = key_of(logits)

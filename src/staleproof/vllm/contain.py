@@ -1,14 +1,16 @@
 """``STALEPROOF_CONTAIN=1``: a request whose logits are not finite ends with an error, alone.
 
-The worker looks at each row of the logits, without waiting for the device: the flags come to the host with
-the step's tokens. The scheduler ends the request before it takes in that step's tokens, takes the hashes of
-the blocks that the request wrote out of the prefix cache, and has them zeroed when they are next given out.
+The worker looks at each row of the logits, without waiting for the device: a kernel writes the flags into
+the host's memory, where they are read with the step's tokens. The scheduler ends the request before it takes
+in that step's tokens, takes the hashes of the blocks that the request wrote out of the prefix cache, and has
+them zeroed when they are next given out.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +37,8 @@ OUTPUT = "self", "scheduler_output", "model_runner_output"
 FLAGS, BAD, HITS, LEFT = "_staleproof_flags", "_staleproof_bad", "_staleproof_hits", "_staleproof_left"
 DIRTY, STEP, ENDED = "_staleproof_dirty", "_staleproof_step", "_staleproof_ended"
 _ended = [0]
+# The host's memory that kernels of the last steps write to, read or not: freed before, it would be another's.
+_written_later: deque[Any] = deque(maxlen=8)
 
 
 def enabled(environment: Mapping[str, str]) -> bool:
@@ -66,7 +70,8 @@ def _flags(logits: Any) -> Any:
         return ~(logits.amax(-1, keepdim=True) < float("inf"))
     from staleproof.ops.bad_logits import bad_logits
 
-    return bad_logits(logits)
+    _written_later.append(bad_logits(logits))
+    return _written_later[-1]
 
 
 def _allocated(result: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -118,8 +123,8 @@ def _attach(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     if kept is None or result is None:
         return result
     bad, names, rows = kept
-    host, arrived = bad.to("cpu", non_blocking=True), None
-    if bad.is_cuda:
+    arrived = None
+    if args[0].device.type == "cuda":
         import torch
 
         arrived = torch.cuda.Event()
@@ -129,7 +134,7 @@ def _attach(result: Any, args: Arguments, kwargs: Keywords) -> Any:
         try:
             if arrived is not None:
                 arrived.synchronize()
-            if found := _bad(host.any(-1).tolist(), names, rows):
+            if found := _bad(bad.any(-1).tolist(), names, rows):
                 setattr(output, BAD, (found, _first_bad()))
         except Exception as error:
             out_of_service(registry.step_back(NAME, f"reading flags: {type(error).__name__}: {error}"))
