@@ -6,6 +6,7 @@ import logging
 from types import SimpleNamespace as Space
 
 import environment
+import numpy as np
 import pytest
 import torch
 
@@ -225,8 +226,20 @@ def test_flags_of_a_step_reach_its_output(result, drafts, bad, device):
     assert contain._attach(Space(), (worker,), {}) == Space()
 
 
+@pytest.mark.gpu
+def test_flags_do_not_wait_for_what_runs_behind_the_sampler():
+    worker = Space(input_batch=Space(req_ids=NAMES))
+    contain._look((worker, ROWS.to("cuda"), None), {})
+    # A draft model, for example.
+    torch.cuda._sleep(10**9)
+    output = contain._attach(Later(), (worker,), {}).get_output()
+    assert not torch.cuda.current_stream().query()
+    assert getattr(output, contain.BAD)[0] == ["b", "d"]
+
+
 def test_flags_of_the_second_runner_and_a_sampler_that_leaves_none(device):
-    rows, batch, worker = ROWS.to(device), Space(req_ids=["a", "b"], cu_num_logits_np=[0, 3, 4]), Space()
+    rows, worker = ROWS.to(device), Space()
+    batch = Space(req_ids=["a", "b"], cu_num_logits_np=np.array([0, 3, 4]))
     contain._look_v2((None, rows, batch), {})
     contain._sampled_v2(None, (worker, None, batch), {})
     assert getattr(contain._attach(Space(), (worker,), {}), contain.BAD)[0] == ["a", "b"]

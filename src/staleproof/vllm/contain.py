@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from staleproof.vllm import kv_memory
@@ -64,14 +64,35 @@ def enabled(environment: Mapping[str, str]) -> bool:
 # --- In the worker.
 
 
-def _flags(logits: Any) -> Any:
-    """Of each part of each row: not 0 if it holds a NaN or +Inf; -Inf may be a mask's."""
+def _flags(logits: Any) -> Callable[[], list[bool]]:
+    """Look at each row. Called later, what is returned waits for that, and says which rows are bad, if any.
+
+    Bad is NaN and +Inf; -Inf may be a mask's.
+    """
     if not logits.is_cuda:
-        return ~(logits.amax(-1, keepdim=True) < float("inf"))
+        bad: list[bool] = (~(logits.amax(-1) < float("inf"))).tolist()
+        return lambda: bad
+    import torch
+
     from staleproof.ops.bad_logits import bad_logits
 
-    _written_later.append(bad_logits(logits))
-    return _written_later[-1]
+    parts = bad_logits(logits)
+    _written_later.append(parts)
+    # Here and not when the step is over: behind the sampler there may be a draft model.
+    looked = torch.cuda.Event()
+    looked.record()
+
+    def read() -> list[bool]:
+        # Waiting, and each operator of torch, would let go of Python's lock, for which the thread that
+        # prepares the next step waits. The tokens are there already, so this kernel has run too.
+        if not looked.query():
+            looked.synchronize()
+        flags, width = parts.numpy().tobytes(), parts.shape[1]
+        if 1 not in flags:
+            return []
+        return [1 in flags[at : at + width] for at in range(0, len(flags), width)]
+
+    return read
 
 
 def _allocated(result: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -99,7 +120,7 @@ def _look(args: Arguments, kwargs: Keywords) -> None:
 def _look_v2(args: Arguments, kwargs: Keywords) -> None:
     """Before the second model runner samples, with drafts or without."""
     logits, batch = (argument(args, kwargs, at, BATCH[at]) for at in (1, 2))
-    setattr(batch, FLAGS, (_flags(logits), [*batch.req_ids], [*map(int, batch.cu_num_logits_np)]))
+    setattr(batch, FLAGS, (_flags(logits), [*batch.req_ids], batch.cu_num_logits_np.tolist()))
 
 
 def _sampled_v2(result: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -110,10 +131,10 @@ def _sampled_v2(result: Any, args: Arguments, kwargs: Keywords) -> Any:
         why = "the sampler is not vLLM's own, or samples a shard of the batch a rank"
         out_of_service(registry.step_back(NAME, why))
         return result
-    bad, names, ends = kept
+    read, names, ends = kept
     # They begin with 0.
     rows = [end - start for start, end in itertools.pairwise(ends)][: len(names)]
-    setattr(runner, FLAGS, (bad, names, rows))
+    setattr(runner, FLAGS, (read, names, rows))
     return result
 
 
@@ -122,19 +143,11 @@ def _attach(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     kept = args[0].__dict__.pop(FLAGS, None)
     if kept is None or result is None:
         return result
-    bad, names, rows = kept
-    arrived = None
-    if args[0].device.type == "cuda":
-        import torch
-
-        arrived = torch.cuda.Event()
-        arrived.record()
+    flags, names, rows = kept
 
     def attached(output: Any) -> Any:
         try:
-            if arrived is not None:
-                arrived.synchronize()
-            if found := _bad(bad.any(-1).tolist(), names, rows):
+            if found := _bad(flags(), names, rows):
                 setattr(output, BAD, (found, _first_bad()))
         except Exception as error:
             out_of_service(registry.step_back(NAME, f"reading flags: {type(error).__name__}: {error}"))
@@ -254,8 +267,11 @@ def _end(args: Arguments, kwargs: Keywords) -> None:
 
 def _tell(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     """After a step's output was taken in: tell the clients of the requests that were ended."""
+    ended = args[0].__dict__.pop(ENDED, None)
+    if ended is None:
+        return result
     engine = importlib.import_module("vllm.v1.engine")
-    for request in args[0].__dict__.pop(ENDED, ()):
+    for request in ended:
         error = engine.EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=[],
