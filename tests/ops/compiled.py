@@ -60,8 +60,6 @@ class NoGpu(TorchFunctionMode):
         args, kwargs = tree_map_only(NoData, lambda x: x.as_subclass(torch.Tensor), (args, kwargs or {}))
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs["device"] = "meta"
-        # Without a GPU no memory can be pinned.
-        kwargs.pop("pin_memory", None)
         result = func(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda x: x.as_subclass(NoData) if x.is_meta else x, result)
 
@@ -123,7 +121,7 @@ def cases() -> dict[str, Callable[[], object]]:
     """Calls that launch each kernel at least once, with the shapes of DeepSeek and Qwen."""
     from staleproof.evidence.board import Board
     from staleproof.ops import topk
-    from staleproof.ops.bad_logits import bad_logits
+    from staleproof.ops.bad_logits import find_bad_logits
     from staleproof.ops.clear_empty_rows import clear_empty_rows
     from staleproof.ops.distinct_experts import distinct_experts
     from staleproof.ops.fp8 import quantize_fp8_per_tensor
@@ -164,7 +162,7 @@ def cases() -> dict[str, Callable[[], object]]:
             empty(256, 256, dtype=fp32), 8, bias=empty(256, dtype=fp32), num_expert_group=8, topk_group=4
         ),
         "quantize_nvfp4": lambda: quantize_nvfp4(empty(256, 7168), empty(1, dtype=fp32)),
-        "bad_logits": lambda: bad_logits(empty(64, 128256)),
+        "find_bad_logits": lambda: find_bad_logits(empty(64, 128256), empty(1024, dtype=torch.uint8)),
         "BlockZeroer": lambda: BlockZeroer([empty(128, 64 * 576 * 2, dtype=torch.int8)]),
         "distinct_experts": lambda: distinct_experts(empty(256, 8, dtype=fp32), empty(256, 8, dtype=int32)),
         "Board, rows": lambda: count(8192),

@@ -20,7 +20,7 @@ from staleproof import (
     topk_sigmoid,
     topk_softmax,
 )
-from staleproof.ops.bad_logits import bad_logits
+from staleproof.ops.bad_logits import find_bad_logits
 from staleproof.ops.distinct_experts import distinct_experts
 from staleproof.ops.topk import topk_softplus_sqrt
 from staleproof.ops.zero_blocks import BlockZeroer
@@ -36,6 +36,10 @@ def _bf16(*shape: int) -> torch.Tensor:
 
 def _lengths(batch: int, length: int = 1) -> torch.Tensor:
     return torch.full((batch,), length, device="cuda", dtype=torch.int32)
+
+
+def _flags(rows: int) -> torch.Tensor:
+    return torch.empty(8 * rows, dtype=torch.uint8, device="cuda")
 
 
 def _bias() -> torch.Tensor:
@@ -69,7 +73,7 @@ OPERATIONS: dict[str, tuple[Callable[[int], object], int]] = {
         1,
     ),
     "distinct_experts": (_distinct, 1),
-    "bad_logits": (lambda n: bad_logits(_bf16(n, 32000 + n)), 1),
+    "find_bad_logits": (lambda n: find_bad_logits(_bf16(n, 32000 + n), _flags(n)), 1),
 }
 
 

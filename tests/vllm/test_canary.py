@@ -230,11 +230,24 @@ def test_flags_of_a_step_reach_its_output(result, drafts, bad, device):
 def test_flags_do_not_wait_for_what_runs_behind_the_sampler():
     worker = Space(input_batch=Space(req_ids=NAMES))
     contain._look((worker, ROWS.to("cuda"), None), {})
-    # A draft model, for example.
+    # The step's tokens have come; behind them a draft model runs, for example.
+    torch.cuda.synchronize()
     torch.cuda._sleep(10**9)
     output = contain._attach(Later(), (worker,), {}).get_output()
     assert not torch.cuda.current_stream().query()
     assert getattr(output, contain.BAD)[0] == ["b", "d"]
+
+
+@pytest.mark.gpu
+def test_flags_wait_for_their_own_kernel():
+    worker = Space(input_batch=Space(req_ids=NAMES))
+    # The memory of flags that were read is used again.
+    for rows, bad in ((ROWS, ["b", "d"]), (torch.zeros(4, 2), []), (ROWS, ["b", "d"])):
+        logits = rows.to("cuda")
+        torch.cuda._sleep(10**8)
+        contain._look((worker, logits, None), {})
+        output = contain._attach(Later(), (worker,), {}).get_output()
+        assert getattr(output, contain.BAD, ([], ""))[0] == bad
 
 
 def test_flags_of_the_second_runner_and_a_sampler_that_leaves_none(device):

@@ -16,44 +16,46 @@ import triton.language as tl
 PART, WARPS = 8192, 8
 
 
-@triton.jit(do_not_specialize=["columns", "row_stride"])
-def _bad_logits_kernel(logits, bad, columns, row_stride, PART: tl.constexpr):
+@triton.jit(do_not_specialize=["columns", "row_stride"], do_not_specialize_on_alignment=["flags"])
+def _bad_logits_kernel(logits, flags, columns, row_stride, PART: tl.constexpr):
     """Look at one part of one row: program (row, part)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * PART + tl.arange(0, PART)
     x = tl.load(logits + row * row_stride + column, mask=column < columns, other=0.0).to(tl.float32)
     found = (x != x) | (x == float("inf"))
-    tl.store(bad + row * tl.num_programs(1) + part, tl.max(found.to(tl.int32), 0).to(tl.uint8))
+    tl.store(flags + row * tl.num_programs(1) + part, tl.max(found.to(tl.int32), 0).to(tl.uint8))
 
 
 _SEEN: Seen[Ready] = Seen()
 
 
-def bad_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Find NaN and +Inf; -Inf is none, because masks are -Inf.
-
-    It is one launch and no copy: a GPU writes the flags into pinned memory of the host. They are there when
-    the kernel has run, and must be kept until then: freed before, the memory may be given out while it is
-    written to. The host puts the parts of a row together, which it reads anyway.
+def find_bad_logits(logits: torch.Tensor, flags: torch.Tensor) -> None:
+    """Find NaN and +Inf; -Inf is none, because masks are -Inf. It is one launch.
 
     Args:
         logits: (rows, columns), a floating-point dtype, columns contiguous.
+        flags: uint8, contiguous, ``rows * ceil(columns / PART)`` or more. It gets a flag for each part of
+            each row: 1 if there is one, otherwise 0; what is behind stays. It is on the device of
+            ``logits``, or it is pinned memory of the host, and then no copy is needed. It must be kept until
+            the kernel has run.
 
-    Returns:
-        (rows, parts) uint8 on the CPU; a row is bad if one of its parts is not 0.
+    Raises:
+        ValueError: fewer flags than parts.
 
-    >>> bad_logits(torch.tensor([[1.0, -torch.inf], [torch.nan, 0.0], [torch.inf, 0.0]]))[:, 0]
+    >>> flags = torch.empty(3, dtype=torch.uint8)
+    >>> find_bad_logits(torch.tensor([[1.0, -torch.inf], [torch.nan, 0.0], [torch.inf, 0.0]]), flags)
+    >>> flags
     tensor([0, 1, 1], dtype=torch.uint8)
     """
     rows, columns = logits.shape
-    parts = triton.cdiv(columns, PART)
-    bad = torch.empty((rows, parts), dtype=torch.uint8, pin_memory=logits.is_cuda)
+    parts = -(-columns // PART)
+    if flags.numel() < rows * parts:
+        raise ValueError(f"flags: expected {rows * parts} or more, got {flags.numel()}")
     if not rows:
-        return bad
+        return
     key = key_of(logits)
     if (again := _SEEN.get(key)) is not None:
-        again(logits.data_ptr(), bad.data_ptr())
-        return bad
+        again(logits.data_ptr(), flags.data_ptr())
+        return
     sizes = columns, logits.stride(0), PART
-    _SEEN.keep(key, launched(_bad_logits_kernel, (rows, parts), (logits, bad), sizes, num_warps=WARPS))
-    return bad
+    _SEEN.keep(key, launched(_bad_logits_kernel, (rows, parts), (logits, flags), sizes, num_warps=WARPS))

@@ -37,8 +37,13 @@ OUTPUT = "self", "scheduler_output", "model_runner_output"
 FLAGS, BAD, HITS, LEFT = "_staleproof_flags", "_staleproof_bad", "_staleproof_hits", "_staleproof_left"
 DIRTY, STEP, ENDED = "_staleproof_dirty", "_staleproof_step", "_staleproof_ended"
 _ended = [0]
-# The host's memory that kernels of the last steps write to, read or not: freed before, it would be another's.
-_written_later: deque[Any] = deque(maxlen=8)
+# Flags lie in pinned memory of the host, of which each piece has so many bytes or more. Pieces that no kernel
+# writes to now; those of the last steps, which must not be freed before their kernels have run, even if a
+# switch of the plugin came between and nobody reads them. A byte that is no flag.
+BYTES = 1 << 16
+_unused: list[tuple[Any, memoryview]] = []
+_last: deque[Any] = deque(maxlen=8)
+UNWRITTEN = b"\2"
 
 
 def enabled(environment: Mapping[str, str]) -> bool:
@@ -72,25 +77,34 @@ def _flags(logits: Any) -> Callable[[], list[bool]]:
     if not logits.is_cuda:
         bad: list[bool] = (~(logits.amax(-1) < float("inf"))).tolist()
         return lambda: bad
-    import torch
+    from staleproof.ops.bad_logits import PART, find_bad_logits
 
-    from staleproof.ops.bad_logits import bad_logits
+    # Without an operator of torch, an event or a copy: each costs the host as much as the launch, or more.
+    rows, columns = logits.shape
+    parts = -(-columns // PART)
+    count = rows * parts
+    none: tuple[Any, memoryview] = None, memoryview(b"")
+    memory, view = _unused.pop() if _unused else none
+    if len(view) < count:
+        import torch
 
-    parts = bad_logits(logits)
-    _written_later.append(parts)
-    # Here and not when the step is over: behind the sampler there may be a draft model.
-    looked = torch.cuda.Event()
-    looked.record()
+        memory = torch.empty(max(count, BYTES), dtype=torch.uint8, pin_memory=True)
+        view = memory.numpy().data
+    view[:count] = UNWRITTEN * count
+    find_bad_logits(logits, memory)
+    _last.append(memory)
 
     def read() -> list[bool]:
-        # Waiting, and each operator of torch, would let go of Python's lock, for which the thread that
-        # prepares the next step waits. The tokens are there already, so this kernel has run too.
-        if not looked.query():
-            looked.synchronize()
-        flags, width = parts.numpy().tobytes(), parts.shape[1]
-        if 1 not in flags:
-            return []
-        return [1 in flags[at : at + width] for at in range(0, len(flags), width)]
+        flags = view[:count].tobytes()
+        # The tokens of the step are there, so the kernel before them has run. If a release gives its output
+        # out earlier, this waits.
+        if UNWRITTEN in flags:
+            import torch
+
+            torch.cuda.synchronize()
+            flags = view[:count].tobytes()
+        _unused.append((memory, view))
+        return [1 in flags[at : at + parts] for at in range(0, count, parts)] if 1 in flags else []
 
     return read
 
