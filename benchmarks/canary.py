@@ -34,8 +34,8 @@ from staleproof.whole import place
 from staleproof.whole.engine import Engine, counters, switch
 
 BOTH = contain.NAME, poison.NAME
-# Stretches with a patch in a decode, each between two without; decodes; steps after a switch not counted.
-TIMES, DECODES, SETTLE = {contain.NAME: 12, poison.NAME: 6}, {contain.NAME: 4, poison.NAME: 1}, 4
+# Stretches with a patch in a decode, each between two without; steps after a switch that are not counted.
+TIMES, SETTLE = {contain.NAME: 12, poison.NAME: 6}, 4
 PARTS = "cost", "poison", "contain"
 # Which of vLLM's two model runners serves.
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -53,7 +53,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def serve(small: bool, steps: int) -> None:
+def serve(small: bool, steps: int, decodes: int) -> None:
     """In the child: one engine, all states, each batch."""
     from vllm import SamplingParams
 
@@ -73,12 +73,13 @@ def serve(small: bool, steps: int) -> None:
     )
     core, rows = engine.llm.llm_engine, []
     for batch, name in itertools.product(batches, BOTH):
-        before, decodes = counters(), []
-        for _ in range(1 if small else DECODES[name]):
-            decodes.append(_decode(core, SamplingParams, batch, name, steps))
+        before = counters()
+        # The more requests, the more the times of a host differ.
+        count = decodes * (1 if batch < 256 else 3) if name == contain.NAME else 1
+        times = [_decode(core, SamplingParams, batch, name, steps) for _ in range(count)]
         row = {"patch": name, "batch": batch, "steps": steps}
-        for key, times in zip(("wall", "host"), zip(*decodes, strict=True), strict=True):
-            row |= {f"{key}_{what}": number for what, number in _added(times).items()}
+        for key, of in zip(("wall", "host"), zip(*times, strict=True), strict=True):
+            row |= {f"{key}_{what}": number for what, number in _added(of).items()}
         after = counters()
         counted = {key: after[key] - before[key] for key in ("poisoned_blocks", "contained_requests")}
         rows.append(row | counted)
@@ -140,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a tiny model, for a machine without a GPU")
     parser.add_argument("--steps", type=int, default=20, help="of a stretch")
+    parser.add_argument("--decodes", type=int, default=4, help="with contain; of 256 requests 3 x")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
     if reason := place.unavailable_reason(cpu=False):
@@ -156,9 +158,10 @@ def main() -> None:
             f"runner V{number + 1}": {RUNNER: str(number)} for number in range(1 if given.small else 2)
         }
         alone = {VARIABLE: "none", contain.VARIABLE: "1"}
+        sizes = given.small, given.steps, given.decodes
         # Part -> function, its arguments, and variables.
         jobs: dict[str, tuple[Any, ...]] = {
-            "cost": (canary.serve, (given.small, given.steps), alone | {poison.VARIABLE: "kv"}),
+            "cost": (canary.serve, sizes, alone | {poison.VARIABLE: "kv"}),
             "poison": (real_canary.poisoned, (200,), {VARIABLE: "unpublish", poison.VARIABLE: "kv"}),
             "contain": (real_canary.contained, (), alone),
         }

@@ -127,14 +127,16 @@ def _look(args: Arguments, kwargs: Keywords) -> None:
     runner, logits = args[0], argument(args, kwargs, 1, "logits")
     drafts = argument(args, kwargs, 2, "spec_decode_metadata")
     if logits is not None:
-        rows = None if drafts is None else [count + 1 for count in drafts.num_draft_tokens]
-        setattr(runner, FLAGS, (_flags(logits), [*runner.input_batch.req_ids], rows))
+        ends = None
+        if drafts is not None:
+            ends = [*itertools.accumulate((count + 1 for count in drafts.num_draft_tokens), initial=0)]
+        setattr(runner, FLAGS, (_flags(logits), [*runner.input_batch.req_ids], ends))
 
 
 def _look_v2(args: Arguments, kwargs: Keywords) -> None:
     """Before the second model runner samples, with drafts or without."""
     logits, batch = (argument(args, kwargs, at, BATCH[at]) for at in (1, 2))
-    setattr(batch, FLAGS, (_flags(logits), [*batch.req_ids], batch.cu_num_logits_np.tolist()))
+    setattr(batch, FLAGS, (_flags(logits), [*batch.req_ids], batch.cu_num_logits_np.copy()))
 
 
 def _sampled_v2(result: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -145,10 +147,7 @@ def _sampled_v2(result: Any, args: Arguments, kwargs: Keywords) -> Any:
         why = "the sampler is not vLLM's own, or samples a shard of the batch a rank"
         out_of_service(registry.step_back(NAME, why))
         return result
-    read, names, ends = kept
-    # They begin with 0.
-    rows = [end - start for start, end in itertools.pairwise(ends)][: len(names)]
-    setattr(runner, FLAGS, (read, names, rows))
+    setattr(runner, FLAGS, kept)
     return result
 
 
@@ -157,11 +156,11 @@ def _attach(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     kept = args[0].__dict__.pop(FLAGS, None)
     if kept is None or result is None:
         return result
-    flags, names, rows = kept
+    flags, names, ends = kept
 
     def attached(output: Any) -> Any:
         try:
-            if found := _bad(flags(), names, rows):
+            if found := _bad(flags(), names, ends):
                 setattr(output, BAD, (found, _first_bad()))
         except Exception as error:
             out_of_service(registry.step_back(NAME, f"reading flags: {type(error).__name__}: {error}"))
@@ -175,20 +174,16 @@ def _attach(result: Any, args: Arguments, kwargs: Keywords) -> Any:
     return result
 
 
-def _bad(bad: Sequence[bool], names: Sequence[str], rows: Sequence[int] | None) -> list[str]:
-    """The requests of which a row is bad.
+def _bad(bad: Sequence[bool], names: Sequence[str], ends: Sequence[int] | None) -> list[str]:
+    """The requests of which a row is bad. ``ends`` of their rows begin with 0; without, each has one row.
 
-    >>> _bad([False, True], ["a", "b"], None), _bad([False, True, False], ["a", "b"], [2, 1])
+    >>> _bad([False, True], ["a", "b"], None), _bad([False, True, False], ["a", "b"], [0, 2, 3])
     (['b'], ['a'])
     """
-    if not any(bad):
+    if not bad:
         return []
-    found, at = [], 0
-    for name, count in zip(names, rows or [1] * len(names), strict=True):
-        if any(bad[at : at + count]):
-            found.append(name)
-        at += count
-    return found
+    rows = itertools.pairwise(range(len(names) + 1) if ends is None else ends)
+    return [name for name, (start, end) in zip(names, rows, strict=False) if any(bad[start:end])]
 
 
 def _first_bad() -> str:
@@ -256,8 +251,11 @@ def _end(args: Arguments, kwargs: Keywords) -> None:
 
     What vLLM then finds for them in the output it drops, as it does for a request that a client aborted.
     """
-    scheduler, plan, output = (argument(args, kwargs, at, OUTPUT[at]) for at in range(3))
-    names, first = getattr(output, BAD, ((), ""))
+    found = getattr(argument(args, kwargs, 2, OUTPUT[2]), BAD, None)
+    if found is None:
+        return
+    names, first = found
+    scheduler, plan = args[0], argument(args, kwargs, 1, OUTPUT[1])
     requests = [scheduler.requests[name] for name in names if name in scheduler.requests]
     requests = [request for request in requests if not request.is_finished()]
     if not requests:
