@@ -13,6 +13,7 @@ from typing import Any
 
 from staleproof import child
 from staleproof.grades import Evidence, Grade
+from staleproof.lab import MissingError
 from staleproof.vllm import live
 from staleproof.vllm.sources import numbers
 
@@ -46,7 +47,7 @@ SET = {
 UNSET = "TRITON_INTERPRET", "PYTHONHOME", "VIRTUAL_ENV", live.FOLDER
 
 
-class WholeError(RuntimeError):
+class WholeError(MissingError):
     """A whole vLLM cannot be started here; the text says why, in one line."""
 
 

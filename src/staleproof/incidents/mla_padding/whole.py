@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from staleproof.child import report
-from staleproof.lab import Answer, Fix, Incident, MissingError, bad, good, needs_cuda
+from staleproof.lab import Answer, Fix, Incident, bad, good, needs_cuda
 from staleproof.vllm.plugin import VARIABLE
 from staleproof.vllm.sources import numbers
 from staleproof.whole import latent, place
@@ -141,10 +141,7 @@ OTHERS = "undrained_ids"
 def _call(function: Callable[..., None], patches: str, *args: Any) -> dict[str, Any]:
     """What a function of this module tells in one engine with these patches."""
     env = {"VLLM_PLUGINS": "staleproof", VARIABLE: patches}
-    try:
-        answer: dict[str, Any] = place.call(function, *args, env=env, timeout_s=600).answer()
-    except place.WholeError as error:
-        raise MissingError(str(error)) from error
+    answer: dict[str, Any] = place.call(function, *args, env=env, timeout_s=600).answer()
     return answer
 
 

@@ -22,7 +22,7 @@ from staleproof import lab
 from staleproof.child import report
 from staleproof.incidents.published_unwritten.real import rows
 from staleproof.incidents.published_unwritten.scene import Memory
-from staleproof.lab import Fix, Incident, MissingError, Scene, bad, good, good_if
+from staleproof.lab import Fix, Incident, Scene, bad, good, good_if
 from staleproof.vllm import hooks, live, sources, watch
 from staleproof.vllm.hooks import Target
 from staleproof.vllm.patches.published_unwritten import NAME, SCHEDULER
@@ -161,10 +161,7 @@ def _served(policy: str, states: Sequence[str], device: str) -> dict[str, Any]:
             live.SWITCH: str(Path(folder, "off")),
         }
         env = {"VLLM_PLUGINS": ""} if RELEASED in states else plugin
-        try:
-            replies: dict[str, Any] = place.call(ask, policy, states, env=env, timeout_s=600).answer()
-        except place.WholeError as error:
-            raise MissingError(str(error)) from error
+        replies: dict[str, Any] = place.call(ask, policy, states, env=env, timeout_s=600).answer()
     return replies
 
 

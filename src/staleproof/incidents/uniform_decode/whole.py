@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from staleproof.child import report
-from staleproof.lab import Answer, Fix, Incident, MissingError, Scene, bad, good, needs_cuda
+from staleproof.lab import Answer, Fix, Incident, Scene, bad, good, needs_cuda
 from staleproof.vllm import live
 from staleproof.vllm.plugin import VARIABLE
 from staleproof.whole import place
@@ -241,10 +241,7 @@ ROUNDING = 0.01
 def _serve(device: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         env = {"VLLM_PLUGINS": "staleproof", VARIABLE: PATCH, live.SWITCH: str(Path(folder, "off"))}
-        try:
-            rows: list[dict[str, Any]] = place.call(ask, {}, env=env, timeout_s=600).answer()
-        except place.WholeError as error:
-            raise MissingError(str(error)) from error
+        rows: list[dict[str, Any]] = place.call(ask, {}, env=env, timeout_s=600).answer()
     return rows
 
 
