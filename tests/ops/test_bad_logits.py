@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from staleproof.ops.bad_logits import PART, find_bad_logits
+from staleproof.ops.bad_logits import PART, find_bad_logits, parts_of
 
 NAN, INF = float("nan"), float("inf")
 
 
 def _bad(logits: torch.Tensor) -> list[bool]:
-    rows, parts = len(logits), -(-logits.shape[1] // PART)
+    rows, parts = len(logits), parts_of(logits.shape[1])
     flags = torch.full((rows * parts + 1,), 2, dtype=torch.uint8, device=logits.device)
     find_bad_logits(logits, flags)
     assert flags[-1] == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from staleproof import device
+from staleproof import check, device
 from staleproof.ops.launching import Ready, Seen, key_of, launched
 
 device.load_triton()
@@ -29,12 +29,21 @@ def _bad_logits_kernel(logits, flags, columns, row_stride, PART: tl.constexpr):
 _SEEN: Seen[Ready] = Seen()
 
 
+def parts_of(columns: int) -> int:
+    """How many programs look at a row, each at one part of it.
+
+    >>> parts_of(PART), parts_of(PART + 1)
+    (1, 2)
+    """
+    return -(-columns // PART)
+
+
 def find_bad_logits(logits: torch.Tensor, flags: torch.Tensor) -> None:
     """Find NaN and +Inf; -Inf is none, because masks are -Inf. It is one launch.
 
     Args:
         logits: (rows, columns), a floating-point dtype, columns contiguous.
-        flags: uint8, contiguous, ``rows * ceil(columns / PART)`` or more. It gets a flag for each part of
+        flags: uint8, contiguous, ``rows * parts_of(columns)`` or more. It gets a flag for each part of
             each row: 1 if there is one, otherwise 0; what is behind stays. It is on the device of
             ``logits``, or it is pinned memory of the host, and then no copy is needed. It must be kept until
             the kernel has run.
@@ -48,9 +57,9 @@ def find_bad_logits(logits: torch.Tensor, flags: torch.Tensor) -> None:
     tensor([0, 1, 1], dtype=torch.uint8)
     """
     rows, columns = logits.shape
-    parts = -(-columns // PART)
+    parts = parts_of(columns)
     if flags.numel() < rows * parts:
-        raise ValueError(f"flags: expected {rows * parts} or more, got {flags.numel()}")
+        check.fail("flags", f"{rows * parts} or more", flags.numel())
     if not rows:
         return
     key = key_of(logits)

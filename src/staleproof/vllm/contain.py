@@ -69,6 +69,18 @@ def enabled(environment: Mapping[str, str]) -> bool:
 # --- In the worker.
 
 
+def _memory(count: int) -> tuple[Any, memoryview]:
+    """Pinned memory for so many flags, to which no kernel writes now: its tensor, and its bytes."""
+    while _unused:
+        found = _unused.pop()
+        if len(found[1]) >= count:
+            return found
+    import torch
+
+    memory = torch.empty(max(count, BYTES), dtype=torch.uint8, pin_memory=True)
+    return memory, memory.numpy().data
+
+
 def _flags(logits: Any) -> Callable[[], list[bool]]:
     """Look at each row. Called later, what is returned waits for that, and says which rows are bad, if any.
 
@@ -77,19 +89,13 @@ def _flags(logits: Any) -> Callable[[], list[bool]]:
     if not logits.is_cuda:
         bad: list[bool] = (~(logits.amax(-1) < float("inf"))).tolist()
         return lambda: bad
-    from staleproof.ops.bad_logits import PART, find_bad_logits
+    from staleproof.ops.bad_logits import find_bad_logits, parts_of
 
     # Without an operator of torch, an event or a copy: each costs the host as much as the launch, or more.
     rows, columns = logits.shape
-    parts = -(-columns // PART)
+    parts = parts_of(columns)
     count = rows * parts
-    none: tuple[Any, memoryview] = None, memoryview(b"")
-    memory, view = _unused.pop() if _unused else none
-    if len(view) < count:
-        import torch
-
-        memory = torch.empty(max(count, BYTES), dtype=torch.uint8, pin_memory=True)
-        view = memory.numpy().data
+    memory, view = _memory(count)
     view[:count] = UNWRITTEN * count
     find_bad_logits(logits, memory)
     _last.append(memory)
@@ -180,7 +186,7 @@ def _bad(bad: Sequence[bool], names: Sequence[str], ends: Sequence[int] | None) 
     >>> _bad([False, True], ["a", "b"], None), _bad([False, True, False], ["a", "b"], [0, 2, 3])
     (['b'], ['a'])
     """
-    if not bad:
+    if not any(bad):
         return []
     rows = itertools.pairwise(range(len(names) + 1) if ends is None else ends)
     return [name for name, (start, end) in zip(names, rows, strict=False) if any(bad[start:end])]
