@@ -10,8 +10,9 @@ from staleproof import check
 
 X = torch.ones(2, 3)
 META = torch.ones(2, 3, device="meta")
+# Not of CUDA: where that is, torch makes a real tensor on the device of a fake one.
 with FakeTensorMode():
-    ON_GPU = [torch.ones(2, 3, device=f"cuda:{index}") for index in (0, 1)]
+    TWO = [torch.ones(2, 3, device=f"mtia:{index}") for index in (0, 1)]
 
 
 REFUSED_AND_TAKEN = [
@@ -25,7 +26,7 @@ REFUSED_AND_TAKEN = [
     (X, {"dtype": torch.int32}, "x: expected torch.int32, got torch.float32"),
     (X, {"dtype": (torch.int32, torch.int64)}, "x: expected torch.int32 or torch.int64, got torch.float32"),
     (META, {"like": X}, "x: expected a tensor on cpu, got one on meta"),
-    (ON_GPU[1], {"like": ON_GPU[0]}, "x: expected a tensor on cuda:0, got one on cuda:1"),
+    (TWO[1], {"like": TWO[0]}, "x: expected a tensor on mtia:0, got one on mtia:1"),
     (X.T, {"contiguous": True}, "x: expected a contiguous tensor, got strides (1, 3)"),
     (X[:, :2], {"contiguous": True}, "x: expected a contiguous tensor, got strides (3, 1)"),
     (X, {"ndim": 2}, None),
