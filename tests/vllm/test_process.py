@@ -21,6 +21,8 @@ FILES = {
     "        if worker:\n            worker.compile_or_warm_up_model()\n        import vllm.ops\n",
     "v1.core.sched.scheduler": "class Scheduler:\n    def __init__(self):\n        pass\n",
     "v1.worker.gpu_worker": "class Worker:\n    def compile_or_warm_up_model(self):\n        return 1.5\n",
+    "v1.worker.cpu_worker": "from vllm.v1.worker.gpu_worker import Worker\n\n\nclass CPUWorker(Worker):\n"
+    "    def compile_or_warm_up_model(self):\n        return 1.5\n",
 }
 
 
@@ -64,11 +66,14 @@ def test_one_line_when_the_engine_is_ready(vllm, caplog):
     assert len(_lines(caplog)) == 2
 
 
-def test_a_worker_in_a_process_of_its_own(vllm, caplog, monkeypatch):
+@pytest.mark.parametrize("where", [process.WORKER, process.CPU_WORKER])
+def test_a_worker_in_a_process_of_its_own(vllm, caplog, monkeypatch, where):
     caplog.set_level(logging.INFO, "vllm.staleproof")
     process.watch(lambda engine: process.say(said()))
     monkeypatch.setattr(process, "_starting", [os.getpid() + 1])
-    assert vllm("v1.worker.gpu_worker").Worker().compile_or_warm_up_model() == 1.5
+    module, name = where
+    worker = getattr(vllm(module.removeprefix("vllm.")), name.partition(".")[0])()
+    assert worker.compile_or_warm_up_model() == 1.5
     assert _lines(caplog) == ["staleproof on vLLM 0.18.1, this process: nothing to patch"]
     # The two functions that it waits for are no patches.
     assert "is in place" not in caplog.text

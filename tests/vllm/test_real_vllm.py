@@ -166,7 +166,7 @@ def test_the_table_says_what_the_sources_say(version, monkeypatch):
     assert "rowIdx < numRows; rowIdx += gridDim.x" in sources.csrc_text(environment.FUSED_QUANT)
     assert "rowIdx < sf_m; rowIdx += gridDim.x" in sources.csrc_text("nvfp4_quant_kernels.cu")
     # A process says what stands in it after these.
-    for place in (process.ENGINE, process.WORKER):
+    for place in (process.ENGINE, process.WORKER, process.CPU_WORKER):
         Target(*place, ("self",)).check(sources)
     for patch in vllm_plugin.patches().values():
         needed = found[patch.name]["needed"]

@@ -170,7 +170,8 @@ def test_what_runs_around_a_workers_start_and_its_steps():
                 phases.append(target.name.rpartition(".")[2])
     assert phases == [
         *("profile", "determine_available_memory", "kv cache", "initialize_from_config"),
-        *("capture", "compile_or_warm_up_model", "ready"),
+        # A GPU's worker, and a CPU's.
+        *("capture", "compile_or_warm_up_model", "ready") * 2,
     ]
     latest = [1]
     on.watch = Space(latest=1, left=0, begin_step=lambda *_: setattr(on.watch, "latest", latest[0]))

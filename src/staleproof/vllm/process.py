@@ -15,6 +15,8 @@ from staleproof.vllm.standing import CACHE, REPORT, registry
 # By now all modules that this process needs are imported. A worker may share the engine's process.
 ENGINE = "vllm.v1.engine.core", "EngineCore.__init__"
 WORKER = "vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model"
+# Its subclass, which does not call it.
+CPU_WORKER = "vllm.v1.worker.cpu_worker", "CPUWorker.compile_or_warm_up_model"
 # An engine core that is spawned loads its plugins in its own __init__. Its scheduler is made last.
 CORE = "vllm.v1.core.sched.scheduler", "Scheduler.__init__"
 REQUIRE = "STALEPROOF_REQUIRE"
@@ -124,7 +126,7 @@ def watch(ready: Callable[[Any], None]) -> None:
     # Functions that everything needs: that they are wrapped is no news. Exchanged, and not hooked,
     # because what a hook raises is contained.
     registry.of(REPORT).announced = True
-    for place in (ENGINE, WORKER, CORE):
+    for place in (ENGINE, WORKER, CPU_WORKER, CORE):
         swap = functools.partial(starting, place == ENGINE)
         hooks.wrap(REPORT, Target(*place, ("self",), swap=swap))
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from staleproof.vllm import hooks, watch_blocks, watch_memory, watch_port, watch_published
+from staleproof.vllm import hooks, process, watch_blocks, watch_memory, watch_port, watch_published
 from staleproof.vllm.arguments import Arguments, Keywords, argument
 from staleproof.vllm.fp8_scales import padding_mask
 from staleproof.vllm.hooks import Target, warn_once
@@ -260,7 +260,10 @@ class Hooks:
                 before=self.cache,
                 around=partial(self.starting, watch_memory.CACHE),
             ),
-            worker("Worker.compile_or_warm_up_model", around=self.capturing, after=self.ready),
+            *(
+                Target(*place, ("self",), around=self.capturing, after=self.ready)
+                for place in (process.WORKER, process.CPU_WORKER)
+            ),
             Target(RUNNER_V2, "GPUModelRunner.prepare_inputs", SCHEDULED, after=self.batch_v2),
             Target(RUNNER, "GPUModelRunner._dummy_run", ("self",), before=self.idle),
             Target(RUNNER, EXECUTE, SCHEDULED, swap=partial(self.stepping, self.step_v1)),
