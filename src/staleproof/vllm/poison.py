@@ -184,7 +184,7 @@ PATCH = Patch(
     ),
     threads=("vLLM #57716",),
     cost=(
-        "one launch a layer in a step that allocates blocks; on an H200 0.08 to 0.3 ms of a step of 6 ms (64 "
+        "one launch a layer in a step that allocates blocks; on an H200 0.07 to 0.3 ms of a step of 6 ms (64 "
         "requests), and 0.3 to 1.6 ms of 11 to 13 ms (256 requests), where the step waits for the host"
     ),
 )
