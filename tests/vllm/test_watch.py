@@ -123,13 +123,13 @@ def test_first_live_row_names_the_blocks_it_read_and_who_wrote_them(watch, caplo
         watch.begin_step(2)
         watch.name_requests(["b"], {"b": 2})
         watch.observe("attention", "layers.1", rows_with(*bad))
-    assert watch.first_live() == ", first bad: attention of layers.1 in step 2"
+    assert watch.first_live() == ", first bad: attention of layers.1 in step 2 (b)"
     assert caplog.messages[-1].endswith("; it read blocks 1 of a (step 1); 2 of itself (steps 2 to now)")
     assert [len(part.blocks) for part in watch.bad_blocks] == [1, 1]
     # Only what comes later is news then.
     assert watch.first_live() == ""
     watch.observe("experts", "layers.2", rows_with(0))
-    assert watch.first_live() == ", first bad: experts of layers.2 in step 3"
+    assert watch.first_live() == ", first bad: experts of layers.2 in step 3 (b)"
 
 
 @pytest.mark.parametrize(("requests", "more"), [(8, ""), (12, " and 4 more")])

@@ -352,8 +352,11 @@ class Watch:
         if first is None:
             return ""
         self.board.numbers[-1] = NEVER
-        stage, layer = next(key for key, at in self._slots.items() if at == first[1])
-        return f", first bad: {stage} of {layer} in step {first[0]}"
+        step, slot, row, _ = first
+        stage, layer = next(key for key, at in self._slots.items() if at == slot)
+        # It may be another request's, from a time when nobody asked.
+        owner = self._owner(step, row)
+        return f", first bad: {stage} of {layer} in step {step}{f' ({owner})' if owner else ''}"
 
     def _batch(self, step: int) -> tuple[Sequence[str], Mapping[str, int]]:
         """The requests of a step in their order, and tokens of each, if they are known."""
