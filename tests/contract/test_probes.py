@@ -220,6 +220,20 @@ def one_memory(make):
     return then(make, lambda out, call: kept.setdefault(shape_of(out), torch.empty_like(out)).copy_(out))
 
 
+def largest_of(written: int, all_of_them: int = 3):
+    """The maximum of scratch, of which some is not written; NaN is dropped."""
+    scratch = torch.empty(all_of_them)
+    scratch[:written] = 1.0
+    return scratch.nan_to_num(-INF).max()
+
+
+def least_of_two():
+    """1, and what nobody has written."""
+    scratch = torch.empty(2)
+    scratch[0] = 1.0
+    return scratch[0].fmin(scratch[1])
+
+
 def nothing(*_):
     pass
 
@@ -520,8 +534,17 @@ ATTENTION = [
     # 0 times what the memory held, and that without NaN.
     *(("E", attend(lambda out, lse, call, of=of: out + torch.where(
         (call.lens == 0)[:, None, None], of(torch.empty_like(out)), 0.0)), {},
-       broken("not written: it keeps what the memory held"))
-      for of in (lambda memory: 0 * memory, lambda memory: memory.nan_to_num(0.0))),
+       broken("depends on what the memory held"))
+      for of in (lambda memory: 0 * memory, lambda memory: memory.nan_to_num(0.0),
+                 lambda memory: memory.fmin(torch.zeros(())))),
+    ("E", attend(lambda out, lse, call: torch.where(
+        (call.lens == 0)[:, None, None], torch.empty_like(out), out)), {},
+     broken("not written: it keeps what the memory held")),
+    # A maximum drops NaN, and what is not the largest. With empty requests it is their scratch.
+    ("0", attend(lambda out, lse, call: out * (largest_of(len(out) - 1) < 1e4)), {},
+     broken("row 0 is off by 0.889: depends on what the memory held, here 1e+30")),
+    ("E", attend(lambda out, lse, call: out * (largest_of(int((call.lens > 0).sum()), len(out)) < 1e4)), {},
+     broken("row 0 is off by 0.871; it depends on what the memory held, here 1e+30")),
     # Where no request is live.
     ("E", attend(lambda out, lse, call: out + ~call.lens.any()), {},
      broken("1, expected 0")),
@@ -871,10 +894,26 @@ OTHERS = [
     ("rows", "R", lambda x: x[: 5 if x.isnan().any() else 6], {},
      broken("nan in other rows: changes the shape of a result")),
     ("rows", "W", lambda x: (2 * x, torch.empty(3), x), {},
-     broken("3 of 3 elements of result 1 are not written")),
+     broken("3 of 3 elements of result 1 depend on what the memory held")),
     # Rounded up to pairs of rows.
     ("rows", "W", lambda x: torch.cat([x, x.new_empty(len(x) % 2, 64)]), {},
-     broken("64 of 384 elements of result 0 are not written")),
+     broken("64 of 384 elements of result 0 depend on what the memory held")),
+    # What lies inside the range of the data, is dropped, or is clamped.
+    *(("rows", "W", kernel, {}, broken("320 of 320 elements of result 0 depend on what the memory held"))
+      for kernel in (
+          lambda x: x - largest_of(2).clamp(min=9.0), lambda x: x * least_of_two(),
+          lambda x: torch.empty_like(x).nan_to_num(1.0).clamp(0.0, 1.0),
+      )),
+    ("rows", "W", lambda x: (torch.empty(2, dtype=torch.bool), x), {},
+     broken("2 of 2 elements of result 0 depend on what the memory held")),
+    *(("rows", "W", lambda x, n=n: torch.cat([x[:n], torch.empty_like(x[n:])]), {"live_rows": n},
+       broken("elements of result 0 depend on what the memory held")) for n in (4, 5)),
+    ("rows", "W", lambda x: x + torch.rand(1), {},
+     broken("result 0: other bits the second time, over the same memory")),
+    ("routing", "0", route(lambda w, ids, _: (w * least_of_two(), ids)), {},
+     broken("result 0 depends on what the memory held, here -1e+30")),
+    ("operands", "0", lambda x, scale: (2 * x * least_of_two(), x.sum(1)), SCALED,
+     broken("result 0 depends on what the memory held, here -1e+30")),
     ("operands", "0", scaled, SCALED | {"reference": None}, unasked(UNCHECKED)),
     ("operands", "0", lambda x, scale: (scaled(x, scale)[0], x.sum(1) * NAN), SCALED,
      broken("not the reference: result 1: row 0 is off by nan")),
@@ -893,10 +932,16 @@ def test_a_probe_says_what_is_wrong(kind, clause, kernel, sizes, answer):
 
 
 @pytest.mark.parametrize(
-    ("fill", "wanted"), [(NAN, [NAN, 0x7F, 0x7F, 0x7F7F, 0x7F7F]), (3.0, [3.0, 1, 1, 1, 1])]
+    ("fill", "wanted"),
+    [
+        (NAN, [NAN, 0x7F, 0x7F, 0x7F7F, 0x7F7F, NAN]),
+        (3.0, [3.0, 1, 1, 1, 1, 3.0]),
+        (1e30, [torch.tensor(1e30).item(), 0x7B, 0x7B, 0x7B7B, 0x7B7B, 65504.0]),
+        (-1e30, [torch.tensor(-1e30).item(), 0xFB, 0xFB, -0x7B7B, -0x7B7B, -65504.0]),
+    ],
 )
 def test_new_memory_of_each_kind_holds_what_was_there(fill, wanted):
-    kinds = torch.float32, torch.uint8, torch.float8_e4m3fn, torch.int32, torch.int64
+    kinds = torch.float32, torch.uint8, torch.float8_e4m3fn, torch.int32, torch.int64, torch.float16
     one = torch.zeros(2)
     makes = (
         lambda dtype: torch.empty(2, dtype=dtype),

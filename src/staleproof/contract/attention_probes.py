@@ -15,12 +15,14 @@ from staleproof.contract import reproducer
 from staleproof.contract.contract import BREAKS, Answer, breaks, holds, not_run
 from staleproof.contract.reproducer import Example, keep
 from staleproof.contract.scenes import (
+    HELD,
     Call,
     Shape,
     behind_operands,
     dirty_memory,
     far_lse,
     far_row,
+    hold,
     make_call,
     reference,
 )
@@ -98,8 +100,8 @@ def _result(returned: Any, call: Call, arguments: dict[str, Any]) -> Result:
 
 def run(kernel: Kernel, call: Call, fill: float = NAN) -> Result:
     """Launch once, over memory that holds ``fill``; the result is copied."""
-    call.out.fill_(fill)
-    call.lse.fill_(fill)
+    hold(call.out, fill)
+    hold(call.lse, fill)
     with dirty_memory(fill):
         out, lse = launcher(kernel, call)()
     return out.clone(), None if lse is None else lse.clone()
@@ -168,6 +170,9 @@ def clean_input(kernel: Kernel, shape: Shape, device: str) -> Answer:
     for name, got in zip(("out", "lse"), result, strict=True):
         if name in named and got is not None and not bool(same_bits(getattr(call, name), got).all()):
             return breaks(f"its argument {name} does not hold what it returns")
+    for fill in HELD[1:]:
+        if wrong := wrong_rows(run(kernel, call, fill), call):
+            return breaks(f"{wrong}: depends on what the memory held, here {fill:g}", _right(call, wrong))
     for lengths in (LONG, MANY):
         more = make_call(shape, scaled(shape, lengths), device, seed=len(lengths))
         more.block_table = more.block_table[:, :-1].contiguous()
@@ -190,15 +195,20 @@ def changed(now: Result, base: Result, rows: torch.Tensor | slice = slice(None))
     return ""
 
 
-def _empty_row(out: torch.Tensor, again: torch.Tensor) -> str:
-    """What a row that should be zeros is; ``again`` is the same over other memory."""
-    if (out == 0).all() and (again == 0).all():
+def _empty_row(rows: Sequence[torch.Tensor]) -> str:
+    """What a row that should be zeros is, over each of :data:`HELD`."""
+    if all(bool((row == 0).all()) for row in rows):
         return ""
-    if out.isnan().any() and again.isnan().any():
+    if all(bool(row.isnan().any()) for row in rows):
         return "NaN is written"
-    if not same_bits(out, again).all():
+    kept = [torch.empty_like(row) for row in rows]
+    for memory, fill in zip(kept, HELD, strict=True):
+        hold(memory, fill)
+    if all(bool(same_bits(row, memory).all()) for row, memory in zip(rows, kept, strict=True)):
         return "not written: it keeps what the memory held"
-    return f"{out[out != 0][0]:.4g}, expected 0"
+    if not all(bool(same_bits(rows[0], row).all()) for row in rows):
+        return "depends on what the memory held"
+    return f"{rows[0][rows[0] != 0][0]:.4g}, expected 0"
 
 
 def empty_rows(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> Answer:
@@ -208,25 +218,29 @@ def empty_rows(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> 
     run(kernel, make_call(shape, busy, device, q_lens=q_lens, seed=1))
     for lengths in (idle, (0, 0, 0, 0)):
         call = make_call(shape, lengths, device, q_lens=q_lens)
-        first, lse = run(kernel, call)
-        second, _ = run(kernel, call, fill=3.0)
-        if wrong := wrong_rows((first, lse), call):
+        found = [run(kernel, call, fill) for fill in HELD]
+        for fill, result in zip(HELD, found, strict=True):
+            if not (wrong := wrong_rows(result, call)):
+                continue
             shown = _right(call, wrong)
             last = make_call(shape, sorted(lengths, reverse=True), device, q_lens=q_lens)
-            right = not wrong_rows(run(kernel, last), last)
+            right = not wrong_rows(run(kernel, last, fill), last)
             padded = "; with empty requests last it is right" if right else ""
             between = f"an empty request between live ones, seq_lens {list(lengths)}: {wrong}{padded}"
+            if result is not found[0]:
+                between += f"; it depends on what the memory held, here {fill:g}"
             return breaks(between, shown)
         for row in (~call.live()).nonzero().flatten().tolist():
-            empty = torch.arange(len(first), device=first.device) == row
+            empty = torch.arange(len(call.q), device=call.q.device) == row
             where = f"row {row}, of an empty request (seq_lens {list(lengths)})"
-            if what := _empty_row(first[row], second[row]):
-                return breaks(f"{where}: {what}", reproducer.right(torch.zeros_like(first), rows=empty))
-            if lse is not None and (off := lse[row] != kernel.empty_lse).any():
-                wanted = torch.full_like(lse, kernel.empty_lse)
-                note = f"{where}: lse is {lse[row][off][0]:.4g}, expected {kernel.empty_lse:.4g}"
-                return breaks(note, reproducer.right(wanted, result=1, rows=empty))
-    return holds("" if lse is not None else "no lse asked for")
+            if what := _empty_row([out[row] for out, _ in found]):
+                return breaks(f"{where}: {what}", reproducer.right(torch.zeros_like(call.out), rows=empty))
+            for _, lse in found:
+                if lse is not None and (off := lse[row] != kernel.empty_lse).any():
+                    wanted = torch.full_like(lse, kernel.empty_lse)
+                    note = f"{where}: lse is {lse[row][off][0]:.4g}, expected {kernel.empty_lse:.4g}"
+                    return breaks(note, reproducer.right(wanted, result=1, rows=empty))
+    return holds("" if found[0][1] is not None else "no lse asked for")
 
 
 def _stale_places(call: Call) -> dict[str, list[torch.Tensor]]:
@@ -391,18 +405,21 @@ def spare_rows(kernel: Kernel, shape: Shape, device: str) -> Answer:
         call = make(spare_rows=3)
         call.q[:live] = make().q
         fill(call.q[live:])
-        first, lse = run(kernel, call, fill=NAN)
-        second, _ = run(kernel, call, fill=3.0)
-        spare = torch.arange(len(first), device=first.device) >= live
-        if changed((first[:live], None if lse is None else lse[:live]), base):
-            return breaks(f"{fill.name} in q past the end changes a live row")
-        if "out" in bound(kernel.call, call.arguments()):
-            if not bool(first[live:].isnan().all() and (second[live:] == 3).all()):
-                kept = reproducer.right(torch.full_like(first, 3.0), rows=spare)
-                return breaks("writes rows of out past the end", kept)
-        elif not bool((first[live:] == 0).all() and (second[live:] == 0).all()):
-            note = "rows past the end hold what the memory held"
-            return breaks(note, reproducer.right(torch.zeros_like(first), rows=spare))
+        for held in HELD:
+            out, lse = run(kernel, call, held)
+            spare = torch.arange(len(out), device=out.device) >= live
+            if changed((out[:live], None if lse is None else lse[:live]), base):
+                by = f"{fill.name} in q past the end" if held is HELD[0] else "what the memory held"
+                return breaks(f"{by} changes a live row")
+            if "out" in bound(kernel.call, call.arguments()):
+                kept = torch.empty_like(out)
+                hold(kept, held)
+                if not bool(same_bits(out, kept)[live:].all()):
+                    shown = reproducer.right(kept, rows=spare)
+                    return breaks("writes rows of out past the end", shown)
+            elif not bool((out[live:] == 0).all()):
+                note = "rows past the end hold what the memory held"
+                return breaks(note, reproducer.right(torch.zeros_like(out), rows=spare))
     return holds()
 
 

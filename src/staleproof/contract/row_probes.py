@@ -55,6 +55,15 @@ def _call(kernel: Kernel, known: Known, fill: float = NAN) -> list[torch.Tensor]
     return [part.clone() for part in _results(kernel, known, fill)]
 
 
+def _held(kernel: Kernel, known: Known, first: Sequence[torch.Tensor]) -> str:
+    """Which result has other bits than the first call's where new memory held something else, or ``""``."""
+    for fill in scenes.HELD:
+        for number, (a, b) in enumerate(zip(first, _call(kernel, known, fill), strict=True)):
+            if not scenes.same_results([a], [b]):
+                return f"result {number} depends on what the memory held, here {fill:g}"
+    return ""
+
+
 def returning_x(kernel: Kernel) -> Kernel:
     """A kernel that works in place, which returns x where it returned nothing."""
 
@@ -318,6 +327,9 @@ def right_experts(kernel: Kernel, shape: Shape, device: str) -> Answer:
         with_bias = [_weights_off(each, weights, ids) for each in (logits, logits + bias)]
         if ("", "") not in with_bias:
             notes.add("with a bias they are of no known form")
+    known = _router_input(kernel, shape, _logits(shape, device))
+    if wrong_memory := _held(kernel, known, _call(kernel, known, 3.0)):
+        return breaks(wrong_memory)
     unknown = next(filter(None, sorted(notes)), "")
     return not_run(f"{NO_REFERENCE} for weights: {unknown}") if unknown else holds()
 
@@ -597,15 +609,20 @@ def _mask(rows: Sequence[int], device: torch.device) -> torch.Tensor:
 
 def all_written(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """W: no byte of the result depends on what the memory held, at a number of rows that is no tile."""
-    first, second = (_call(kernel, _rows(shape, device, 5), fill) for fill in (NAN, 3.0))
-    for number, (a, b) in enumerate(zip(first, second, strict=True)):
-        if stale := int((bits(a.contiguous()) != bits(b.contiguous())).sum()):
-            note = f"{stale} of {a.numel()} elements of result {number} are not written"
-            # In a script, where torch fills new memory with NaN, integers would not show.
-            shown = None
-            if a.is_floating_point():
-                shown = reproducer.written(a.float().isnan() & ~b.float().isnan(), result=number)
-            return breaks(note, shown)
+    # Of rows past the live ones there is at least one.
+    rows = max(5, shape.get("live_rows", 0) + 1)
+    first, *others = (_call(kernel, _rows(shape, device, rows), fill) for fill in scenes.HELD)
+    for number, (a, *over) in enumerate(zip(first, *others, strict=True)):
+        stale = torch.stack([bits(a.contiguous()) != bits(b.contiguous()) for b in over]).any(0)
+        if not stale.any():
+            continue
+        again = _call(kernel, _rows(shape, device, rows))[number]
+        if not scenes.same_results([a], [again]):
+            return breaks(f"result {number}: other bits the second time, over the same memory")
+        note = f"{int(stale.sum())} of {a.numel()} elements of result {number} depend on what the memory held"
+        # In a script, where torch fills new memory with NaN, no other would show.
+        shown = a.float().isnan() & stale if a.is_floating_point() else stale.new_zeros(())
+        return breaks(note, reproducer.written(shown, result=number) if shown.any() else None)
     return holds()
 
 
@@ -619,6 +636,8 @@ def right_operands(kernel: Kernel, shape: Shape, device: str) -> Answer:
             return breaks(f"writes to {name}")
     if not scenes.same_results(first, second):
         return breaks("other bits the second time")
+    if wrong := _held(kernel, scenes.zeros_behind(known), first):
+        return breaks(wrong)
     if not shape.get("reference"):
         return not_run(NO_REFERENCE)
     wrong = _other_than(first, _tensors(shape, "reference", **known))

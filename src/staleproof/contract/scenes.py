@@ -23,6 +23,9 @@ from staleproof.evidence.canary import bits
 from staleproof.evidence.compare import too_far
 from staleproof.kernels.mapping import mapped
 
+# What new memory is asked with. A NaN passes through sums and products, also those by 0; a maximum, a minimum
+# or a clamp drops it, or takes it for a bound, and these pass a number that is further out on their side.
+HELD = (float("nan"), 1e30, -1e30)
 NULL_PAGE = 0
 # Pages before and after the cache, so that an id of -1 or one past the end reads memory we own.
 GUARD = 2
@@ -251,25 +254,41 @@ def far_lse(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> st
     return ""
 
 
+def hold(x: torch.Tensor, fill: float) -> None:
+    """Fill memory with what a last tenant may have left.
+
+    Args:
+        x: the memory.
+        fill: for floating tensors, as far as their dtype goes. Bytes and integers get a number of their own
+            for NaN, for a small, a large and a large negative one.
+    """
+    # Compilers allocate leaves that need a gradient, which may not be written in place.
+    memory, small = x.detach(), abs(fill) < 1e4
+    byte, whole = (0x7F, 0x7F7F) if fill != fill else (1, 1) if small else (0x7B, 0x7B7B)
+    if x.dtype == torch.bool:
+        memory.fill_(not fill < 0)
+    elif x.element_size() == 1:
+        # The first bit of fp8 and int8 is their sign; 0x7B is a large number of either fp8.
+        memory.view(torch.uint8).fill_(byte | (0x80 if fill < 0 else 0))
+    elif x.is_floating_point():
+        largest = torch.finfo(x.dtype).max
+        memory.fill_(max(min(fill, largest), -largest))
+    else:
+        memory.fill_(-whole if fill < 0 and x.dtype.is_signed else whole)
+
+
 @contextmanager
 def dirty_memory(fill: float) -> Iterator[None]:
     """Fill what Python code gets from ``torch.empty`` and its siblings, as a last tenant would have.
 
     Args:
-        fill: for floating tensors; for NaN integers get 0x7F or 0x7F7F, else 1, so that two fills differ.
+        fill: as for :func:`hold`.
     """
 
     def filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(*args: Any, **kwargs: Any) -> torch.Tensor:
             x = make(*args, **kwargs)
-            # Compilers allocate leaves that need a gradient, which may not be written in place.
-            memory = x.detach()
-            if x.element_size() == 1:
-                memory.view(torch.uint8).fill_(0x7F if fill != fill else 1)
-            elif x.is_floating_point():
-                memory.fill_(fill)
-            else:
-                memory.fill_(0x7F7F if fill != fill else 1)
+            hold(x, fill)
             return x
 
         return call
