@@ -141,6 +141,18 @@ def test_the_command_prints_a_table_or_json(url, capsys):
     assert {one["of"]: one["value"] for one in told["sample"]} == {"layers": 1.0, "steps": 1.0}
 
 
+def test_the_command_shows_what_the_host_counts_and_which_blocks_are_harmless(url, capsys, monkeypatch):
+    # Contain and poison count where there is no bad row to show.
+    counts = {"contained_requests": 8, "poisoned_blocks": 344}
+    monkeypatch.setattr(watch_port.live, "health", lambda required: _health([{"counts": counts}]))
+    assert watch_client.counters(watch_client.fetch(url)) == "contained requests 8; poisoned blocks 344"
+    assert cli.main(["watch", url, "--once"]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "contained requests 8; poisoned blocks 344" in table
+    assert "0 blocks of attention read as attention before written (harmless)" in table
+    assert "2 blocks of state read as attention before written 0 blocks" in table
+
+
 def test_bad_input_of_the_command_is_one_line(capsys):
     assert cli.main(["watch", f"localhost:{free_port()}", "--once"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -199,6 +211,11 @@ def test_a_forked_child_does_not_keep_the_port():
     assert server.socket.fileno() != -1
 
 
+def _health(processes):
+    each = [{"process": "", "pid": 0, "patches": {}, **one} for one in processes]
+    return {"staleproof": "", "vllm": "", "model": "", "ok": True, "patches": {}, "processes": each}
+
+
 def test_a_count_is_there_before_anything_was_counted(url, monkeypatch):
     """Prometheus sees an increase only of a series that had a value before."""
     monkeypatch.setitem(registry.of("watch").counters, "unwritten_hits", lambda: 0)
@@ -206,11 +223,8 @@ def test_a_count_is_there_before_anything_was_counted(url, monkeypatch):
 
 
 def test_a_count_is_the_sum_over_all_processes_of_the_server(url, monkeypatch):
-    of_each = [
-        {"process": name, "pid": n, "patches": {}, "counts": {"hits": n}} for n, name in enumerate("abc", 1)
-    ]
-    health = {"staleproof": "", "vllm": "", "model": "", "ok": True, "patches": {}, "processes": of_each}
-    monkeypatch.setattr(watch_port.live, "health", lambda required: health)
+    counts = [{"counts": {"hits": n}} for n in (1, 2, 3)]
+    monkeypatch.setattr(watch_port.live, "health", lambda required: _health(counts))
     assert b"\nstaleproof_hits_total 6.0\n" in _get(url, "/metrics")[1]
 
 

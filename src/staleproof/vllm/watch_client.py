@@ -15,6 +15,8 @@ from staleproof.check import require
 
 PREFIX = "staleproof_"
 TIMEOUT_S = 5.0
+# The watch's own numbers without labels: every other one is a counter of a patch or of a detector.
+OF_WATCH = {"steps", "counted_steps", "begun_steps", "reading_age_seconds", "watch_up", "ok"}
 
 
 class WatchError(RuntimeError):
@@ -89,6 +91,16 @@ def canaries(samples: list[Sample]) -> int:
     return sum(int(sample.value) for sample in samples if sample.name == "canary_rows")
 
 
+def counters(samples: list[Sample]) -> str:
+    """What the host counts in all processes of the server: those of contain, of poison and of incident 7.
+
+    >>> counters([Sample("steps", {}, 9.0), Sample("contained_requests", {}, 8.0), Sample("ok", {}, 1.0)])
+    'contained requests 8'
+    """
+    found = (sample for sample in samples if not sample.labels and sample.name not in OF_WATCH)
+    return "; ".join(f"{sample.name.replace('_', ' ')} {sample.value:.0f}" for sample in found)
+
+
 def heading(samples: list[Sample]) -> str:
     """Steps, and what share of them the counts are of.
 
@@ -112,7 +124,8 @@ def table(samples: list[Sample]) -> Any:
 
     stands = [s.labels for s in samples if s.name == "patch_info" and s.labels["process"] == "server"]
     patches = [f"{labels['patch']} {labels['state']}" for labels in stands]
-    notes = ["; ".join(patches) or "no patch"]
+    notes = [line] if (line := counters(samples)) else []
+    notes.append("; ".join(patches) or "no patch")
     if (count := canaries(samples)) > 0:
         notes.append(f"{count} bad rows hold a canary: nobody wrote them")
     notes += [
@@ -123,6 +136,8 @@ def table(samples: list[Sample]) -> Any:
     stale = [s for s in samples if s.name == "stale_blocks_read"]
     notes += [
         f"{s.value:.0f} blocks of {s.labels['written_as']} read as {s.labels['read_as']} before written"
+        # Attention masks what lies behind a request's end.
+        + (" (harmless)" if {s.labels["written_as"], s.labels["read_as"]} == {"attention"} else "")
         for s in stale
     ]
     notes += [
