@@ -192,6 +192,25 @@ def test_a_word_for_a_patch_spares_the_others_of_an_incident_of_that_name(
     assert (switched, caplog.messages) == ([off], [])
 
 
+def test_one_look_at_a_switch_is_one_line_of_all_that_is_off_and_no_error(here, tmp_path, caplog):
+    here.names.append("unpublish")
+    registry.of("unpublish").targets["vllm.sched:preempt"] = "waiting"
+    here.incidents["unpublish"] = "published_unwritten"
+    file = tmp_path / "off"
+    for words in ("kv_reuse", "", None):
+        file.unlink(missing_ok=True)
+        if words is not None:
+            file.write_text(words)
+        live.look_at_switch(str(file), here)
+    registry.forget("unpublish")
+    by, both = f"switched off by {file}", "undrained_ids, unpublish"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", f"staleproof: undrained_ids: {by}; out of service: undrained_ids; in service: unpublish"),
+        ("WARNING", f"staleproof: unpublish: {by}; out of service: {both}; in service: nothing"),
+        ("WARNING", f"staleproof: {both}: in service again"),
+    ]
+
+
 def test_each_second_what_may_come_back_is_put_in_place_again(here, monkeypatch):
     renewed = []
     monkeypatch.setattr(hooks, "renew", lambda: renewed.append(True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 # Installed like patches, and none themselves: what logs the patches, what makes the traced patches factors of
@@ -70,6 +70,10 @@ class Installed:
 
 def _needs(name: str) -> str:
     return f"needs {name}, which stepped back"
+
+
+def _again(names: Iterable[str]) -> str:
+    return f"{', '.join(names)}: in service again"
 
 
 class Registry:
@@ -160,12 +164,16 @@ class Registry:
             for one in along:
                 if one.reason is None:
                     one.reason = _needs(name)
-            left = ", ".join(self.in_service()) or "nothing"
+            line = self._stands([name], why, [p.name for p in along])
         for one in along:
             with contextlib.suppress(Exception):
                 if one.undo is not None:
                     one.undo()
-        return f"{name}: {why}; out of service: {', '.join(p.name for p in along)}; in service: {left}"
+        return line
+
+    def _stands(self, names: Iterable[str], why: str, out: Iterable[str]) -> str:
+        left = ", ".join(self.in_service()) or "nothing"
+        return f"{', '.join(names)}: {why}; out of service: {', '.join(out)}; in service: {left}"
 
     def come_back(self, name: str) -> str:
         """Put a patch back in service, with those that went along with it; return a line for the log."""
@@ -175,7 +183,7 @@ class Registry:
             back[0].due = None
             for patch in back:
                 patch.reason = None
-        return f"{', '.join(patch.name for patch in back)}: in service again"
+        return _again(patch.name for patch in back)
 
     def retry(self, now: float) -> list[str]:
         """Put back in service whose time has come, at ``now`` seconds; return lines for the log."""
@@ -190,13 +198,27 @@ class Registry:
             by: what switches, e.g. a file.
 
         Returns:
-            Lines for the log.
+            Lines for the log: at most one about what came back, and one about what is off.
+
+        >>> patches = Registry()
+        >>> for name in "ab":
+        ...     patches.of(name).targets[f"vllm:{name}"] = IN_PLACE
+        >>> patches.switch("ab", "a file")
+        ['a, b: switched off by a file; out of service: a, b; in service: nothing']
+        >>> patches.switch("", "a file")
+        ['a, b: in service again']
         """
-        patches = [*self.patches.values()]
-        on = [p.name for p in patches if p.reason == SWITCHED + by and p.name not in off]
-        lines = [self.come_back(name) for name in on]
-        known = [patch.name for patch in patches if patch.targets and patch.name in off]
-        return lines + [line for name in known if (line := self.step_back(name, SWITCHED + by)) is not None]
+        patches, before = [*self.patches.values()], self.out_of_service()
+        for patch in patches:
+            if patch.reason == SWITCHED + by and patch.name not in off:
+                self.come_back(patch.name)
+        for patch in patches:
+            if patch.targets and patch.name in off:
+                self.step_back(patch.name, SWITCHED + by)
+        out = self.out_of_service()
+        back = [name for name in before if name not in out]
+        gone = [name for name in out if name not in before and self.is_switched_off(name)]
+        return ([_again(back)] if back else []) + ([self._stands(gone, SWITCHED + by, out)] if gone else [])
 
     def is_switched_off(self, name: str) -> bool:
         """Whether a patch is out of service because it, or one that it needs, was switched off."""
