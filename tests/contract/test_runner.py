@@ -216,6 +216,18 @@ def test_error_of_a_kernel_is_a_break_in_one_line(error, note, alive):
             {"reference": lambda x: 1 / 0},
             "reference: raises ZeroDivisionError: division by zero",
         ),
+        (
+            "rows",
+            "0",
+            {"reference": lambda x: 2 * x / (x > -1)},
+            "reference: expected finite numbers for finite x, got -inf in row 0 of result 0",
+        ),
+        (
+            "routing",
+            "0",
+            {"reference": lambda logits, top_k: (logits.topk(top_k)[0] * torch.nan, logits.topk(top_k)[1])},
+            "reference: expected finite weights for finite logits, got nan in row 0 of result 0",
+        ),
         ("rows", "0", {"reference": lambda x: None}, "reference: expected a tensor or several, got NoneType"),
         ("rows", "0", {"inverse": lambda x: ()}, "inverse: expected a tensor or several, got nothing"),
         (

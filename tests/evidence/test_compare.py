@@ -91,6 +91,12 @@ def test_one_element_that_is_not_finite_is_found(bad):
     assert too_far("rows", got, torch.ones(9), 1e9) == "rows: not finite"
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_reference_that_is_not_finite_is_refused(bad):
+    with pytest.raises(ValueError, match="want: expected finite numbers, got a NaN or an infinity"):
+        too_far("rows", torch.ones(9), torch.full((9,), bad), 1.0)
+
+
 def test_bits_are_compared_not_values():
     zeros = torch.tensor([-0.0]), torch.tensor([0.0])
     for pair in (zeros, zeros[::-1]):

@@ -291,6 +291,8 @@ def _routed_off(
             got = ", ".join(str(tuple(part.shape)) for part in rights)
             raise SettingError(f"reference: expected weights and ids of shape {wanted}, got {got}")
         right, right_ids = rights
+        if odd := _no_numbers([right]):
+            raise SettingError(f"reference: expected finite weights for finite logits, got {odd}")
         if not torch.equal(ids.long().sort(-1).values, right_ids.long().sort(-1).values):
             return "not the experts of the reference", ""
         order, right_order = ids.long().argsort(-1), right_ids.long().argsort(-1)
@@ -474,6 +476,8 @@ def _against(results: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: i
     if not has_reference and not (quantised and dynamic):
         return NO_REFERENCE
     wanted = _tensors(shape, "reference", x) if has_reference else [x]
+    if odd := _no_numbers(wanted, x, live):
+        raise SettingError(f"reference: expected finite numbers for finite x, got {odd}")
     if quantised:
         right = wanted[0]
         if gave[0][:live].shape != right[:live].shape:
@@ -483,6 +487,19 @@ def _against(results: list[torch.Tensor], shape: Shape, x: torch.Tensor, live: i
             return NO_REFERENCE
         return _quantised_off(gave[0][:live], scales[:live], right[:live], dynamic)
     return _other_than(gave, wanted, live)
+
+
+def _no_numbers(
+    wanted: Sequence[torch.Tensor], x: torch.Tensor | None = None, live: int | None = None
+) -> str:
+    """Where a reference has a NaN or an infinity, or ``""``; it may have one in a row of x that is zeros."""
+    for number, part in enumerate(wanted):
+        rows = _first(part, live).cpu().double()
+        for row in (~rows.isfinite()).nonzero()[:, 0].unique().tolist():
+            if x is None or row >= len(x) or x[row].any():
+                value = rows[row][~rows[row].isfinite()][0]
+                return f"{value:.3g} in row {row} of result {number}"
+    return ""
 
 
 def _other_than(gave: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], live: int | None = None) -> str:
@@ -507,9 +524,14 @@ def _first(x: torch.Tensor, rows: int | None) -> torch.Tensor:
     return torch.atleast_1d(x)[:rows]
 
 
+def _live(results: Sequence[torch.Tensor], live: int | None) -> list[torch.Tensor]:
+    """The live rows of results; what is not a row each is whole."""
+    return [part[:live] if part.ndim and len(part) == ROWS else part for part in results]
+
+
 def same_twice(kernel: Kernel, shape: Shape, device: str) -> Answer:
     """0: the reference; finite results, the same bits twice, and the input as it was."""
-    given = _rows(shape, device)
+    given, live = _rows(shape, device), shape.get("live_rows")
     x, before = given["x"], given["x"].clone()
     # Over finite memory: what is not written is another clause's.
     first, second = _call(kernel, given, 3.0), _call(kernel, given | {"x": before.clone()}, 3.0)
@@ -517,14 +539,15 @@ def same_twice(kernel: Kernel, shape: Shape, device: str) -> Answer:
         return breaks("returns no tensor")
     if not shape.get("in_place") and not torch.equal(x, before):
         return breaks("writes to its input")
-    if any(not bool(out.float().isfinite().all()) for out in first if out.is_floating_point()):
+    shown = _live(first, live)
+    if any(not bool(out.float().isfinite().all()) for out in shown if out.is_floating_point()):
         return breaks("not finite on clean input")
-    if not scenes.same_results(first, second):
+    if not scenes.same_results(shown, _live(second, live)):
         return breaks("other bits the second time")
 
     def off(known: Known, after: Known, results: Sequence[torch.Tensor]) -> str:
         x = known["x"]
-        reason = _against([*results], shape, x, shape.get("live_rows", len(x)))
+        reason = _against([*results], shape, x, live or len(x))
         return reason + ", which is zeros" * (f"row {ZERO_ROW} " in reason and not x[ZERO_ROW].any())
 
     wrong = off(given | {"x": before}, {}, first)
@@ -532,13 +555,14 @@ def same_twice(kernel: Kernel, shape: Shape, device: str) -> Answer:
         return not_run(wrong)
     if wrong:
         return breaks(f"not the reference: {wrong}")
-    calls = [given | {"x": before.clone()}, _rows(shape, device, ROWS, 1)]
-    if "live_rows" not in shape:
-        many = _rows(shape, device, MORE, 3)
-        # Not zeros for quantisers: they often compute 0 / 0 there, which affects that row only.
-        many["x"][ZERO_ROW] *= first[0].dtype in _QUANTISED
-        calls += [_rows(shape, device, 1, 2), many]
-    return _in_turn(kernel, calls, off, ["x"] * shape.get("in_place", False)) or holds()
+    many = _rows(shape, device, MORE, 3)
+    # Not zeros for quantisers: they often compute 0 / 0 there, which affects that row only.
+    many["x"][ZERO_ROW] *= first[0].dtype in _QUANTISED
+    calls = [given | {"x": before.clone()}, _rows(shape, device, ROWS, 1), many]
+    if live is None:
+        calls.insert(2, _rows(shape, device, 1, 2))
+    broken = _in_turn(kernel, calls, off, ["x"] * shape.get("in_place", False))
+    return broken or holds(f"not asked with one row: live_rows={live}" if live else "")
 
 
 def row_alone(kernel: Kernel, shape: Shape, device: str) -> Answer:
@@ -618,7 +642,7 @@ def all_written(kernel: Kernel, shape: Shape, device: str) -> Answer:
             continue
         again = _call(kernel, _rows(shape, device, rows))[number]
         if not scenes.same_results([a], [again]):
-            return breaks(f"result {number}: other bits the second time, over the same memory")
+            return not_run(f"result {number} has other bits the second time, over the same memory")
         note = f"{int(stale.sum())} of {a.numel()} elements of result {number} depend on what the memory held"
         # In a script, where torch fills new memory with NaN, no other would show.
         shown = a.float().isnan() & stale if a.is_floating_point() else stale.new_zeros(())
@@ -640,10 +664,14 @@ def right_operands(kernel: Kernel, shape: Shape, device: str) -> Answer:
         return breaks(wrong)
     if not shape.get("reference"):
         return not_run(NO_REFERENCE)
-    wrong = _other_than(first, _tensors(shape, "reference", **known))
-    if wrong.startswith(NO_REFERENCE):
-        return not_run(wrong)
-    return breaks(f"not the reference: {wrong}") if wrong else holds()
+    wanted = _tensors(shape, "reference", **known)
+    wrong = _other_than(first, wanted)
+    if wrong and not wrong.startswith(NO_REFERENCE):
+        return breaks(f"not the reference: {wrong}")
+    if not wrong and (odd := _no_numbers(wanted)):
+        # What make gives may be NaN on purpose.
+        wrong = f"{NO_REFERENCE} where it has none: {odd}"
+    return not_run(wrong) if wrong else holds()
 
 
 def _operands(kind: str, kernel: Kernel, shape: Shape, device: str) -> Known:
@@ -658,7 +686,8 @@ def behind(kind: str) -> Probe:
 
     def probe(kernel: Kernel, shape: Shape, device: str) -> Answer:
         known = bound(kernel, _operands(kind, kernel, shape, device))
-        return scenes.behind_operands(lambda placed: _call(kernel, placed), known)
+        live = shape.get("live_rows")
+        return scenes.behind_operands(lambda placed: _live(_call(kernel, placed), live), known)
 
     return probe
 

@@ -45,7 +45,7 @@ def too_far(what: str, got: torch.Tensor, want: torch.Tensor, budget: float) -> 
         budget: share of the row, e.g. from :func:`rounding`; 0 for equal.
 
     Raises:
-        ValueError: another shape.
+        ValueError: another shape, or a ``want`` that is not finite.
 
     >>> want = torch.tensor([[1.0, 2.0], [100.0, 200.0]])
     >>> too_far("live rows", want * (1 + 2**-11), want, rounding(torch.bfloat16)) is None
@@ -56,6 +56,7 @@ def too_far(what: str, got: torch.Tensor, want: torch.Tensor, budget: float) -> 
     require(got.shape == want.shape, "got", f"the shape {tuple(want.shape)}", tuple(got.shape))
     if not want.numel():
         return None
+    require(bool(want.double().isfinite().all()), "want", "finite numbers", "a NaN or an infinity")
     rows = want.shape[0] if want.ndim > 1 else 1
     got, want = (x.double().reshape(rows, -1) for x in (got, want))
     if not bool(got.isfinite().all()):
