@@ -49,6 +49,26 @@ def test_a_row_that_fits_comes_with_flag_control_patch_and_chapter(capsys):
         assert words in text
 
 
+def test_evidence_of_one_backend_is_none_of_another(capsys):
+    on_gb200 = (*NAN, "--gpu", "gb200")
+    assert "empty_rows (evidence: source)" in flat(diagnose(capsys, *on_gb200, "--backend", "CUTLASS_MLA"))
+    unknown = "evidence: real with TRITON_MLA, source with CUTLASS_MLA or FLASHINFER_MLA"
+    assert unknown in flat(diagnose(capsys, *on_gb200))
+
+
+def test_a_release_on_which_it_was_not_measured_is_named(capsys):
+    assert "0.33.0 was not tried" in flat(diagnose(capsys, *NAN, "--gpu", "h200", "--version", "0.33.0"))
+    assert "was not tried" not in diagnose(capsys, *NAN, "--gpu", "h200", "--version", "0.26.0")
+
+
+def test_what_few_servers_have_is_asked_for_before_no_row_fits(capsys):
+    text = flat(diagnose(capsys, "--symptom", "stranger"))
+    assert 'no row fits, unless your server has what stands under "only with"' in text
+    assert "tell also: --version" in text
+    text = diagnose(capsys, "--symptom", "leak", "--version", "0.33.0")
+    assert "unless" not in text
+
+
 def test_the_traits_of_a_model_are_a_list_that_says_which_it_lacks(capsys):
     assert "; model: MLA, MoE, not hybrid (--model) " in flat(diagnose(capsys, *NAN))
 
@@ -95,7 +115,7 @@ def test_words_say_what_was_taken_from_them(capsys):
     assert "symptom nan (your words: garbled)" in text
     assert "gpu sm100 (your words)" in text
     assert "helped: enforce-eager" in text
-    assert "your words name none of nan, crash" in flat(diagnose(capsys, "--symptom", "it is slow"))
+    assert "--symptom: expected nan, crash" in flat(diagnose(capsys, "--symptom", "it is slow"))
 
 
 def test_a_log_as_file_as_argument_and_from_stdin_say_the_same(capsys, monkeypatch, tmp_path):
@@ -209,14 +229,18 @@ def test_ctrl_c_at_a_question_ends_as_it_does_elsewhere(capsys, monkeypatch):
     assert capsys.readouterr().err == "staleproof: interrupted\n"
 
 
-def test_only_a_log_that_cannot_be_read_and_an_option_that_is_none_end_in_2(capsys, tmp_path):
+def test_only_a_log_that_cannot_be_read_and_an_option_that_is_none_end_in_2(capsys, tmp_path, monkeypatch):
     assert "No such file" in refused(capsys, "--log", str(tmp_path / "absent.log"))
+    assert "a sentence goes into --symptom" in refused(capsys, "answers are garbage")
     assert f"{tmp_path}: Is a directory" in refused(capsys, str(tmp_path))
     (tmp_path / "empty.log").write_text(" \n")
     assert "nothing in it" in refused(capsys, str(tmp_path / "empty.log"))
     (tmp_path / "binary.log").write_bytes(b"\0\1\2")
     assert "a binary file" in refused(capsys, str(tmp_path / "binary.log"))
     assert "one log, please" in refused(capsys, str(OOM), "--log", str(OOM))
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "stdin, which is closed" in refused(capsys, "-")
+    monkeypatch.undo()
     assert "No such option" in refused(capsys, "--nosuch")
     assert "is it a log of vLLM?" in flat(diagnose(capsys, str(LOGS / "not-a-vllm.log")))
     for arguments in (

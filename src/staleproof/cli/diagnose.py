@@ -53,7 +53,7 @@ def diagnose(
     Examples:
       staleproof diagnose                                              asks
       staleproof diagnose --symptom nan --log server.log --gpu h200
-      staleproof diagnose --symptom drift --command "vllm serve a/model"
+      staleproof diagnose --symptom "worse by the hour" --version 0.22.1
       staleproof diagnose --symptom nan --log x.log --helped enforce-eager
       kubectl logs my-pod | staleproof diagnose -
 
@@ -124,7 +124,8 @@ def _symptom(facts: Facts, word: str) -> None:
     before = len(facts.symptoms)
     read.words(facts, word)
     if len(facts.symptoms) == before:
-        facts.notes.append(f"your words name none of {', '.join(table.symptoms())}: say which with --symptom")
+        none = f"--symptom: expected {', '.join(table.symptoms())}, or a sentence that names one"
+        facts.notes.append(f"{none}; got {word!r}")
 
 
 def _tried(facts: Facts, into: list[str], given: list[str] | tuple[str, ...], option: str) -> None:
@@ -144,13 +145,16 @@ def _text(source: str) -> str:
     Raises:
         BadInputError: it cannot be read.
     """
+    if source == "-" and sys.stdin is None:
+        raise BadInputError("diagnose: -: expected a log on stdin, which is closed")
     try:
         if source == "-" and isinstance(sys.stdin, TextIOWrapper):
             # As of a file: a log may hold any bytes.
             sys.stdin.reconfigure(errors="replace")
         text = sys.stdin.read() if source == "-" else Path(source).read_text(errors="replace")
     except OSError as error:
-        raise BadInputError(f"diagnose: {source}: {error.strerror}") from error
+        hint = "; a sentence goes into --symptom" if " " in source else ""
+        raise BadInputError(f"diagnose: {source}: {error.strerror}{hint}") from error
     if "\0" in text:
         raise BadInputError(f"diagnose: {source}: a binary file; expected the text that vLLM printed")
     if not text.strip():

@@ -9,7 +9,7 @@ from typing import Any
 from staleproof.triage import judge
 from staleproof.triage.facts import ASK, Facts, described
 from staleproof.triage.judge import AGAINST, MEASURED, OPEN, UNLESS, Judgement
-from staleproof.triage.table import Row, plain, symptoms
+from staleproof.triage.table import GRADES, Row, plain, symptoms
 from staleproof.triage.text import wrapped
 from staleproof.vllm import status
 from staleproof.vllm.sources import numbers
@@ -60,6 +60,26 @@ def _touches(row: Row, patch: str, facts: Facts) -> str:
             )
         return f"touches {word.upper()}" if word in values else f"does not touch {word.upper()}"
     return "touches any backend"
+
+
+def grade(row: Row, facts: Facts) -> str:
+    """The strongest grade of a row's evidence; by attention backend, if that decides and is unknown.
+
+    >>> from staleproof.triage.table import of
+    >>> row = of("mla_padding")[0]
+    >>> grade(row, Facts(known={"backend": "cutlass_mla"}))
+    'source'
+    >>> grade(row, Facts())
+    'real with TRITON_MLA, source with CUTLASS_MLA or FLASHINFER_MLA'
+    """
+    backend = facts.known.get("backend")
+    strongest = {}
+    for item in sorted(row.evidence, key=lambda item: GRADES.index(item.grade), reverse=True):
+        strongest[item.backends] = item.grade
+    if found := [one for backends, one in strongest.items() if backend in backends or not backends]:
+        return min(found, key=GRADES.index)
+    parts = [f"{one} with {' or '.join(map(str.upper, backends))}" for backends, one in strongest.items()]
+    return ", ".join(reversed(parts))
 
 
 def ceiling(row: Row) -> str:
@@ -175,7 +195,14 @@ def _parts(facts: Facts, found: Sequence[Judgement], verbose: bool) -> Iterator[
     elif kind(facts, found) == OPEN:
         yield _question(facts, found)
     else:
-        yield f"{NONE}: ", "no row fits, which is the normal answer. A wrong fact above would mislead."
+        rare = any(one.status == UNLESS for one in found)
+        unless = ', unless your server has what stands under "only with"' if rare else ""
+        yield (
+            f"{NONE}: ",
+            f"no row fits{unless}. That is the normal answer; a wrong fact above would mislead.",
+        )
+        if asked := [judge.option(name) for name in judge.deciding(facts, found)]:
+            yield "tell also: ", ", ".join(asked)
     yield "", ""
     yield from _further(facts, found[first.leads :], "not ruled out:" if other else "may fit:")
     if not first.leads:
@@ -229,7 +256,7 @@ def _headline(one: Judgement, facts: Facts, verbose: bool) -> Iterator[tuple[str
     patches = ", ".join(f"{patch}: {state}, {touches}" for patch, state, touches in patch_lines(row, facts))
     if f": {status.WOULD}" in patches and "does not touch" not in patches:
         patches += ". Install beside vLLM (pip install .), restart; STALEPROOF_PATCHES=none: off"
-    yield f"{one.status}: ", f"{row.key} (evidence: {row.grade}). {plain(row.see)}"
+    yield f"{one.status}: ", f"{row.key} (evidence: {grade(row, facts)}). {plain(row.see)}"
     fields = [
         ("do now", f"{plain(row.flag)}; release: {row.release}"),
         ("confirm", plain(row.confirm)),

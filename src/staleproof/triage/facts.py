@@ -67,7 +67,7 @@ class Facts:
         >>> facts.known["gpu"], facts.traits["mla"], facts.known["quant"]
         ('sm100', True, 'fp8-block')
         >>> facts.learn("gpu", "voodoo2", "--gpu"); facts.notes
-        ['--gpu: voodoo2 is no word for gpu that we know; answered without it']
+        ['--gpu: voodoo2 is no word for gpu that we know (e.g. H200, B200, MI300X, cpu); answered without it']
         """
         word, notes = given.strip().strip("'\""), len(self.notes)
         if name == "symptom":
@@ -81,7 +81,11 @@ class Facts:
             if not (found == "fp8" and self.known.get("quant") in SCALED):
                 self.known[name], self.origin[name] = found, origin
         elif name != "quant" or word.lower().replace("_", "-") not in terms("formats"):
-            self.notes.append(f"{origin}: {word} is no word for {name} that we know; answered without it")
+            # What the question for it names.
+            such = re.sub(r".*\?", "", ASK.get(name, ""))
+            self.notes.append(
+                f"{origin}: {word} is no word for {name} that we know{such}; answered without it"
+            )
         del self.notes[len(self.notes) if note else notes :]
 
     def add_symptom(self, symptom: str, origin: str) -> None:

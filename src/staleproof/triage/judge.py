@@ -7,6 +7,7 @@ That is no proof: other rows may fit as well, and so may a cause that nobody has
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ FITS, SO_FAR, OPEN, MEASURED, UNLESS, AGAINST = (
     "speaks against",
 )
 ORDER = (FITS, SO_FAR, OPEN, MEASURED, UNLESS, AGAINST)
+RELEASE = re.compile(r"\b0\.\d+\.\d+")
 # Questions a person is asked at most, after the symptom.
 MOST = 5
 
@@ -128,7 +130,7 @@ def judge(row: Row, facts: Facts) -> Judgement:
     against += [f"{remedy} did not help, and cures it" for remedy in row.remedies if remedy in facts.failed]
     signs = [f"the log names {sign}" for sign in row.signs if sign in facts.lines]
     signs += [f"{remedy} helped" for remedy in row.remedies if remedy in facts.helped and remedy != "restart"]
-    measured = _of(row.weighs, facts)
+    measured = [_with_release(text, facts) for text in _of(row.weighs, facts)]
     measured += [
         f"it does not say why {r} helped" for r in facts.helped if r not in (*row.remedies, "restart")
     ]
@@ -156,6 +158,12 @@ def judge(row: Row, facts: Facts) -> Judgement:
 def _of(texts: Mapping[str, Mapping[str, str]], facts: Facts) -> list[str]:
     """The texts that belong to known facts."""
     return [text for name, by in texts.items() for word, text in by.items() if facts.known.get(name) == word]
+
+
+def _with_release(text: str, facts: Facts) -> str:
+    """What was measured, and that the known release was not, if the text names others."""
+    version, measured = facts.known.get("version"), RELEASE.findall(text)
+    return f"{text}; {version} was not tried" if version and measured and version not in measured else text
 
 
 def _needed(row: Row, facts: Facts) -> list[str]:
@@ -211,10 +219,14 @@ def elsewhere(facts: Facts) -> list[str]:
 def deciding(facts: Facts, found: Sequence[Judgement], skip: Sequence[str] = ()) -> list[str]:
     """The unknown facts that would decide most, best first: those that the rows still open lack.
 
+    If none is open, those of rows that need what few servers have.
+
     >>> deciding(Facts(), judge_all(Facts()))[:2]
     ['symptom', 'version']
     """
     open_rows = [one for one in found if one.status == OPEN]
+    if not open_rows and not any(one.leads for one in found):
+        open_rows = [one for one in found if one.status == UNLESS]
     wanted = [name for one in open_rows for name in one.unknown if name not in skip]
     # A release that is named and not in the table cannot be asked for.
     names = [name for name in dict.fromkeys(wanted) if not (name == "version" and name in facts.known)]

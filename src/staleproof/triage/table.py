@@ -42,12 +42,14 @@ class Evidence:
         says: the claim.
         finding: incident, question, variant and verdict, as in a recorded run; empty if it is a file.
         file: a file of the checkout, if it is no finding.
+        backends: the attention backends that it is about; empty if it holds for any.
     """
 
     grade: str
     says: str
     finding: tuple[str, ...] = ()
     file: str = ""
+    backends: tuple[str, ...] = ()
 
     @property
     def rests_on(self) -> str:
@@ -228,7 +230,10 @@ def rows() -> tuple[Row, ...]:
 
 
 def _row(evidence: Sequence[Mapping[str, Any]], **entry: Any) -> Row:
-    items = tuple(Evidence(**{**item, "finding": tuple(item.get("finding", ()))}) for item in evidence)
+    items = tuple(
+        Evidence(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
+        for item in evidence
+    )
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
     }
