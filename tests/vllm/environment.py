@@ -36,7 +36,7 @@ TOOLS = ("setuptools>=77,<81", "setuptools_scm", "wheel", "packaging", "setuptoo
 # The releases that the tests import whole, of which each patch is needed in one, and all of which tests and
 # notebooks read single files.
 TESTED = ("0.19.1", "0.22.1", "0.33.0")
-READ = ("0.17.1", "0.18.1", "0.19.1", "0.20.0", "0.22.1", "0.24.0", "0.26.0", "0.33.0")
+READ = ("0.16.0", "0.17.1", "0.18.1", "0.19.1", "0.20.0", "0.22.1", "0.24.0", "0.26.0", "0.33.0")
 # Further releases for the tests, e.g. STALEPROOF_VLLM=0.20.2,0.32.0: one of your choice at each change.
 # STALEPROOF_VLLM=all are all of the table, before a patch's probe or range is changed: 4 GB.
 FURTHER = tuple(filter(None, os.environ.get("STALEPROOF_VLLM", "").split(",")))
