@@ -49,6 +49,7 @@ def test_a_log_leads_to_its_row_or_says_what_else_it_looks_like(name):
     found = judge.judge_all(known)
     if name in EXPECTED["ours"]:
         assert found[0].row.key == EXPECTED["ours"][name]
+        assert found[0].leads or not judge.looks_like(known, found)[0]
     else:
         assert answer.kind(known, found) == answer.NONE
         assert EXPECTED["others"][name] in judge.looks_like(known, found)[0]
@@ -305,6 +306,34 @@ def test_a_patch_that_is_in_place_speaks_against_and_two_are_needed_where_two_ar
         "staleproof on vLLM 0.18.1, this process: in place: topk_nan, duplicate_experts"
     ).in_place
     assert status(known, "repeated_experts") == judge.AGAINST
+
+
+def test_a_log_of_the_watch_names_its_row_although_the_patch_is_in_place_at_last():
+    stands = "staleproof on vLLM 0.32.0, this process: in place: unpublish, contain"
+    off = "staleproof: unpublish: switched off by /run/off; out of service: unpublish; in service: contain"
+    hit = "staleproof: first unwritten hit of the prefix cache: b reads block 1, published by a"
+    lines = [stands, off, "staleproof: unpublish: in service again"]
+    assert log("\n".join(lines[:2])).in_place == ("contain",)
+    assert {*log("\n".join(lines)).in_place} == {"contain", "unpublish"}
+    for text, wanted in (
+        ("\n".join(lines), judge.AGAINST),
+        ("\n".join([*lines[:2], hit, lines[2]]), judge.FITS),
+    ):
+        known = log(f"vLLM API server version 0.32.0\n{text}")
+        known.add_symptom("nan", "--symptom")
+        assert status(known, "published_unwritten") == wanted
+
+
+def test_options_of_a_log_are_no_names_of_kernels_and_a_sentence_is_no_command():
+    known = log(
+        "Initializing a V1 LLM engine (v0.32.0) with config: disable_custom_all_reduce=False, "
+        "'fuse_allreduce_rms': False\nEndpoints are disabled. Restart vllm serve with --enable-scale-out"
+    )
+    assert (known.others, known.notes) == ({}, [])
+
+
+def test_a_progress_bar_is_one_line():
+    assert log("0%\r50%\r100%\nvLLM API server version 0.32.0").origin["version"] == "line 2"
 
 
 def test_what_was_measured_otherwise_never_leads_and_an_unknown_backend_or_gpu_is_asked_for():

@@ -150,8 +150,9 @@ def _text(source: str) -> str:
     try:
         if source == "-" and isinstance(sys.stdin, TextIOWrapper):
             # As of a file: a log may hold any bytes.
-            sys.stdin.reconfigure(errors="replace")
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(errors="replace")
+            sys.stdin.reconfigure(errors="replace", newline="")
+        # A carriage return is no line's end: a progress bar stands in one line.
+        text = sys.stdin.read() if source == "-" else Path(source).read_bytes().decode(errors="replace")
     except OSError as error:
         hint = "; a sentence goes into --symptom" if " " in source else ""
         raise BadInputError(f"diagnose: {source}: {error.strerror}{hint}") from error

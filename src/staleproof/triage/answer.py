@@ -219,7 +219,7 @@ def _question(facts: Facts, found: Sequence[Judgement]) -> tuple[str, str]:
         ask = f"--symptom {CHOICES}" if name == "symptom" else judge.option(name)
         open_rows = [one.row.weighs.get(name, {}) for one in found if one.status == OPEN]
         weighs = [f" Here it decides: {text}." for by in open_rows for text in by.values()]
-        return f"not decided: {ask}? ", ASK[name] + "".join(weighs[:1])
+        return "not decided: ", f"{ask}? {ASK[name]}" + "".join(weighs[:1])
     return "not decided: ", "the release is not one that we read; of those these rows come nearest."
 
 

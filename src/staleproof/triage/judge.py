@@ -124,11 +124,14 @@ def judge(row: Row, facts: Facts) -> Judgement:
     against += [
         described(facts, name) for name, values in row.excludes.items() if facts.known.get(name) in values
     ]
-    in_place = [patch for patch in row.patches if patch in facts.in_place]
+    signs = [f"the log names {sign}" for sign in row.signs if sign in facts.lines]
+    if signs:
+        # It happened, so the set-up was such, and no patch was in place then.
+        setup.clear()
+    in_place = [patch for patch in row.patches if patch in facts.in_place and not signs]
     if in_place and len(in_place) == len(_needed(row, facts)):
         against.append(f"patched, by the log: {', '.join(in_place)}")
     against += [f"{remedy} did not help, and cures it" for remedy in row.remedies if remedy in facts.failed]
-    signs = [f"the log names {sign}" for sign in row.signs if sign in facts.lines]
     signs += [f"{remedy} helped" for remedy in row.remedies if remedy in facts.helped and remedy != "restart"]
     measured = [_with_release(text, facts) for text in _of(row.weighs, facts)]
     measured += [

@@ -24,6 +24,7 @@ COMMAND = re.compile(r"\bvllm serve\b|\bvllm\.entrypoints\.[\w.]+|vllm/vllm-open
 PAIR = re.compile(r"'?\b([a-z_]\w*)'?[=:] ?('[^']*'|[{\[]|<?[\w./+-]+(?:\.[A-Z_]+)?)")
 ARCHITECTURE = re.compile(r"Resolved architecture: (\w+)")
 IN_PLACE = re.compile(r"staleproof on vLLM \S+, this process: in place: ([\w, ]+)")
+SWITCHED = re.compile(r"staleproof: ([\w, ]+): (switched off by|in service again)")
 # An attention backend as vLLM prints it; "Using %s backend." would be any backend's.
 ATTENTION = r"'?(?:AttentionBackendEnum\.)?([A-Z][A-Z0-9_]*(?:MLA|ATTN|ATTENTION|QUANT)\w*|FLASH\w*)'?"
 # What a line about an MoE backend says of the quantisation.
@@ -53,7 +54,8 @@ def log(facts: Facts, text: str) -> None:
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", text) if "\x1b" in text else text
     if "\r" in text:
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        # A progress bar stands in one line, as in an editor.
+        text = text.replace("\r\n", "\n").replace("\r", " ")
     facts.lines += text
     logs = terms("logs")
     begun = [found.end() for pattern in logs["serving"] if (found := re.search(pattern, text))]
@@ -72,7 +74,8 @@ def log(facts: Facts, text: str) -> None:
             kept = dict(facts.traits) if architecture else {}
             facts.learn("model", found[found.lastindex or 0], at, note=False)
             facts.traits |= kept
-        if "with config:" in line or "non-default args" in line:
+        options = "with config:" in line or "non-default args" in line
+        if options:
             facts.options = at if "non-default" in line else facts.options
             for key, value in PAIR.findall(line):
                 if key not in ("model", "model_tag"):
@@ -88,7 +91,8 @@ def log(facts: Facts, text: str) -> None:
             facts.add_symptom(hits[0], at)
             if number >= ready:
                 facts.learn("phase", "serving", at)
-        for word, entry in _others().items():
+        # Names of options are no names of kernels.
+        for word, entry in _others().items() if not options else ():
             if word in line and (not symptom or symptom == number):
                 facts.others.setdefault(entry, at)
         if "EngineCore failed to start" in line or (not symptom and re.search(logs["start"], line)):
@@ -112,6 +116,10 @@ def _line(facts: Facts, line: str, at: str) -> None:
                 facts.learn("quant", quants[0], at)
     if match := IN_PLACE.search(line):
         facts.in_place = tuple(match[1].replace(" ", "").split(","))
+    if match := SWITCHED.search(line):
+        names = match[1].replace(" ", "").split(",")
+        there = tuple(name for name in facts.in_place if name not in names)
+        facts.in_place = (*there, *names) if match[2] == "in service again" else there
 
 
 @cache
@@ -229,7 +237,8 @@ def command(facts: Facts, text: str, at: str, *, whole: bool = False) -> str:
             option(facts, waiting, value, at)
             waiting = ""
         elif number == 0 and re.search(r"\w$", token):
-            facts.learn("model", token, at)
+            # A log also has sentences with "vllm serve" in them.
+            facts.learn("model", token, at, note=whole)
         end = begin + found.end()
     return "" if whole else f"{text[: start.start() if start else 0]} {text[end:]}".strip()
 
