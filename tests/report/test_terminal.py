@@ -108,11 +108,12 @@ def test_verdicts_are_conclusion_recorded_runs_and_on_request_matrices(tmp_path,
         other = [finding("b", "r", "v", "clean")] if name == "r" else []
         store.write(tmp_path / name, [finding(incident, "q", "v", verdict), *other], [])
     runs = store.read_all(tmp_path)
-    beside = [
-        line
-        for run in (run.only(run.findings[:1]) for run in runs[:2])
-        for line in (f"RECORDED  {run.title}", " " * 10 + store.compare(found, run.findings).summary)
-    ]
+    beside = []
+    for run in (run.only(run.findings[:1]) for run in runs[:2]):
+        summary = store.compare(found, run.findings).summary
+        beside += [f"RECORDED  {run.title}", f"{' ' * 10}{summary} (first: here)"]
+    # Which verdict differs, and how.
+    beside.append(f"{' ' * 10}{found[0].key.text}: here clean, recorded leaked")
     for verbose in (False, True):
         terminal.print_verdicts(found, runs, *([True] if verbose else []))
         lines = capsys.readouterr().out.splitlines()

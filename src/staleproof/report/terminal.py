@@ -139,7 +139,9 @@ def print_verdicts(findings: Sequence[Finding], runs: Sequence[Run], verbose: bo
         own = [f for f in run.findings if f.incident in incidents]
         beside = store.compare(findings, own)
         if beside.match or beside.mismatch:
-            say(f"RECORDED  {run.only(own).title}\n          {beside.summary}")
+            say(f"RECORDED  {run.only(own).title}\n          {beside.summary} (first: here)")
+            for key, (here, there) in beside.mismatch.items():
+                say(f"          {key.text}: here {here}, recorded {there}")
     if not verbose:
         return
     say()

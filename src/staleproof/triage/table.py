@@ -230,14 +230,14 @@ def rows() -> tuple[Row, ...]:
 
 
 def _row(evidence: Sequence[Mapping[str, Any]], **entry: Any) -> Row:
-    items = tuple(
-        Evidence(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
-        for item in evidence
-    )
+    items = []
+    for item in evidence:
+        kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}
+        items.append(Evidence(**kept))
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
     }
-    return Row(evidence=items, **fields)
+    return Row(evidence=tuple(items), **fields)
 
 
 def of(incident: str) -> tuple[Row, ...]:
