@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace as Space
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -198,7 +199,20 @@ def test_a_port_that_cannot_be_is_one_line(caplog):
 def test_without_prometheus_client_there_is_no_port_and_one_line(caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert watch_port.serve(None, 0) is None
-    assert caplog.messages == ["staleproof: watch without a port: prometheus_client is not installed"]
+    assert caplog.messages == ["staleproof: state without a port: prometheus_client is not installed"]
+
+
+# The last one is an address of documentation (RFC 5737).
+@pytest.mark.parametrize("host", ["no.such.host", "a..b", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_is_named_and_not_the_port(caplog, monkeypatch, host):
+    monkeypatch.setenv(watch_port.HOST, host)
+    if host == "no.such.host":  # as a resolver says, which may take long to say it
+        error = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        monkeypatch.setattr(watch_port, "Port", Mock(side_effect=error))
+    assert watch_port.serve(None, 0) is None
+    (line,) = caplog.messages
+    expected = f"{watch_port.HOST}: expected a name or address of this machine, got {host!r}: "
+    assert line.startswith(f"staleproof: state without a port: {expected}")
 
 
 def test_a_forked_child_does_not_keep_the_port():
@@ -253,9 +267,9 @@ def test_nothing_but_metrics_and_health_is_served(url):
     assert {path: _get(url, path)[0] for path in answers} == answers
 
 
-@pytest.mark.parametrize(("host", "bound"), [(None, "127.0.0.1"), ("0.0.0.0", "0.0.0.0")])
+@pytest.mark.parametrize(("host", "bound"), [(None, "127.0.0.1"), ("", "127.0.0.1"), ("0.0.0.0", "0.0.0.0")])
 def test_the_port_is_this_machines_alone_unless_told(monkeypatch, host, bound):
-    if host:
+    if host is not None:
         monkeypatch.setenv(watch_port.HOST, host)
     assert watch_port.serve(None, 0).socket.getsockname()[0] == bound
 

@@ -5,6 +5,7 @@ The engine core is a process of its own, so the API server's /metrics does not s
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -202,7 +203,7 @@ def serve(
         port: on the address that ``STALEPROOF_WATCH_HOST`` names, this machine alone by default.
         blocks, memory: see :class:`Collector`.
     """
-    host = os.environ.get(HOST, "127.0.0.1")
+    host, what = os.environ.get(HOST) or "127.0.0.1", "watch" if watch else "state"
     try:
         import prometheus_client  # noqa: F401
 
@@ -217,8 +218,12 @@ def serve(
         )
         return server
     except ImportError:
-        warn_once("watch without a port: prometheus_client is not installed")
-    except (OSError, OverflowError) as error:
+        warn_once(f"{what} without a port: prometheus_client is not installed")
+    except (OSError, OverflowError, UnicodeError) as error:
         # The counters run on: their first bad row is still a line in the log.
-        warn_once(f"watch without a port: {port} cannot be opened: {getattr(error, 'strerror', error)}")
+        fault = f"{port} cannot be opened"
+        is_host = isinstance(error, socket.gaierror | UnicodeError)
+        if is_host or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+            fault = f"{HOST}: expected a name or address of this machine, got {host!r}"
+        warn_once(f"{what} without a port: {fault}: {getattr(error, 'strerror', error)}")
     return None
