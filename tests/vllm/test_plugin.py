@@ -133,7 +133,8 @@ def test_bad_input_is_one_line_and_vllm_starts(installed, caplog, monkeypatch, v
     monkeypatch.setenv(plugin.VARIABLE, names)
     # Only "probe" asks for an unknown release.
     monkeypatch.setenv(plugin.UNKNOWN, "yes")
-    (said,) = _register(caplog)
+    misspelled, said = _register(caplog)
+    assert misspelled.startswith("staleproof: STALEPROOF_UNKNOWN: expected probe, got 'yes': ")
     assert said.startswith(f"staleproof: {line}")
 
 
@@ -348,6 +349,25 @@ def test_a_server_that_can_be_asked_has_a_folder_and_its_first_process_a_port(
     monkeypatch.setattr(live, "beat", lambda: found.append("beat"))
     plugin._open(here)
     assert found == [(here, asked), *(done if first else [])]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("WATCH", "yes", "no watch: STALEPROOF_WATCH: expected 1, on or true, got 'yes'"),
+        ("SWITCH", "/no/off", "STALEPROOF_SWITCH: expected a file in a folder that exists, got '/no/off': "),
+        (
+            "PORT",
+            "abc",
+            "the state of this server cannot be asked: STALEPROOF_PORT: expected 1 to 65535, got 'abc'",
+        ),
+    ],
+)
+def test_a_variable_that_has_no_effect_is_one_line_in_the_log(caplog, monkeypatch, variable, value, said):
+    monkeypatch.setenv(plugin.VARIABLE, "none")
+    monkeypatch.setenv(f"STALEPROOF_{variable}", value)
+    (line,) = [line for line in _register(caplog) if "off by" not in line]
+    assert line.startswith(f"staleproof: {said}")
 
 
 def test_a_check_that_fails_refuses_the_patch(monkeypatch):

@@ -13,8 +13,10 @@ from made_up import CACHE
 
 from staleproof.cli import app as cli
 from staleproof.report import patches as shown
+from staleproof.vllm import live, status
 from staleproof.vllm import plugin as vllm_plugin
-from staleproof.vllm import status
+from staleproof.vllm.patch import Patch
+from staleproof.vllm.sources import Evidence
 
 ROOT = Path(__file__).parents[2]
 OPS = """
@@ -205,10 +207,9 @@ def test_a_posix_locale_reads_every_file(installed, tmp_path):
     [
         ("", ""),
         ("WATCH=0\t WATCH_PORT=no PORT=9463\t UNKNOWN=probe SWITCH=/no REQUIRE=scale_padding,topk_nan", ""),
-        ("POISON=kv,over-zeroing CONTAIN=1 REQUIRE=poison,contain", ""),
         (
             "POISON=all",
-            "STALEPROOF_POISON: expected kv or keys, and perhaps ,over-zeroing, got 'all': poison is",
+            "poison is refused: STALEPROOF_POISON: expected kv or keys, and perhaps ,over-zeroing, got 'all'",
         ),
         ("WATCH=yes", "STALEPROOF_WATCH: expected 1, on or true, got 'yes': nothing is watched"),
         ("WATCH=1 WATCH_PORT=no", "STALEPROOF_WATCH_PORT: expected 1 to 65535, got 'no': nothing is watched"),
@@ -220,9 +221,10 @@ def test_a_posix_locale_reads_every_file(installed, tmp_path):
         ("UNKNOWN=prob", "STALEPROOF_UNKNOWN: expected probe, got 'prob'"),
         ("PORT=abc", "STALEPROOF_PORT: expected 1 to 65535, got 'abc': nobody can ask"),
         ("PORT=65536", "STALEPROOF_PORT: expected 1 to 65535, got '65536': nobody can ask"),
+        ("SWITCH=/no/off", "STALEPROOF_SWITCH: expected a file in a folder that exists, got '/no/off'"),
         (
-            f"SWITCH={__file__}",
-            f"STALEPROOF_SWITCH: {__file__} switches off the patches that it names, or all",
+            "REQUIRE=poison,contain",
+            "vLLM does not start: STALEPROOF_REQUIRE=poison,contain: poison is off (STALEPROOF_POISON does",
         ),
     ],
 )
@@ -235,6 +237,60 @@ def test_a_variable_with_another_effect_than_it_seems_is_said(
     _, text = patches()
     assert text.count("warning: ") == bool(warning)
     assert not warning or f"warning: {warning}" in " ".join(text.split())
+
+
+@pytest.fixture(name="switched")
+def switched_fixture(installed, patches, monkeypatch, tmp_path):
+    """Of a vLLM that needs every patch: patch -> row, and the notes, with these words in the switch file."""
+
+    def run(words):
+        installed("0.22.1", FILES)
+        monkeypatch.setattr(Patch, "is_needed", lambda *_: Evidence(True, "there"))
+        monkeypatch.setattr(vllm_plugin, "_refusal", lambda *_: None)
+        monkeypatch.setenv(live.SWITCH, str(tmp_path / "off"))
+        if words is not None:
+            (tmp_path / "off").write_text(words)
+        code, text = patches("--json")
+        assert code == 0
+        answer = json.loads(text)
+        return {row["patch"]: row for row in answer["patches"]}, answer["notes"]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "off", "along"),
+    [
+        (None, [], []),
+        ("unpublish", ["unpublish"], []),
+        ("published_unwritten, mla_padding", ["mla_padding", "unpublish"], ["decode_buffer"]),
+        ("", [*vllm_plugin.patches()], []),
+    ],
+)
+def test_what_the_switch_file_names_is_off_with_what_needs_it(switched, tmp_path, words, off, along):
+    rows, notes = switched(words)
+    why = dict.fromkeys(off, f"switched off by {tmp_path / 'off'}; there")
+    why |= dict.fromkeys(along, "needs mla_padding, which is off; there")
+    off = [name for name in rows if name in why]
+    assert [name for name, row in rows.items() if row["state"] == "off"] == off
+    assert {row["state"] for name, row in rows.items() if name not in off} <= {"will be patched"}
+    assert {name: rows[name]["why"] for name in off} == why
+    said = f"warning: STALEPROOF_SWITCH: {tmp_path / 'off'} switches off {', '.join(off)}"
+    assert notes == ([] if words is None else [said])
+
+
+@pytest.mark.parametrize("off", [(), ("unpublish",), ("poison", "contain")])
+def test_what_is_required_and_named_in_the_switch_file_is_said_to_stop_vllm(
+    switched, monkeypatch, tmp_path, off
+):
+    for name, value in (("REQUIRE", "unpublish,contain,poison"), ("POISON", "kv"), ("CONTAIN", "1")):
+        monkeypatch.setenv(f"STALEPROOF_{name}", value)
+    _, notes = switched(" ".join(off) or None)
+    refused = [note for note in notes if "vLLM does not start" in note]
+    assert len(notes) == 2 * bool(off)
+    assert len(refused) == bool(off)
+    for name in off:
+        assert f"{name} is off (switched off by {tmp_path / 'off'}; there)" in refused[0]
 
 
 def test_a_watch_needs_a_release_that_it_knows(installed, patches, monkeypatch):

@@ -26,6 +26,7 @@ from typing import Any
 from staleproof.vllm import hooks, process
 from staleproof.vllm.hooks import logger, warn_once
 from staleproof.vllm.process import IN_PLACE, NOT_NEEDED, OFF, PARTLY, REFUSED, WAITING
+from staleproof.vllm.sources import PatchError
 from staleproof.vllm.standing import registry
 
 FOLDER, SWITCH = "STALEPROOF_SERVER", "STALEPROOF_SWITCH"
@@ -146,30 +147,45 @@ def _say(lines: Iterable[str]) -> None:
         hooks.renew()
 
 
-def look_at_switch(path: str | None, here: Here) -> None:
-    """Switch off the patches that a file names, and on again those that it no longer names.
+def named(path: str, known: Mapping[str, str]) -> tuple[set[str], str | None]:
+    """Return the patches that a switch file names, and what is wrong with it, in one line.
 
     Args:
-        path: of the file. If it does not exist, nothing is off. If it is empty, all patches are off.
+        path: of the file. If it does not exist, it names nothing. If it is empty, it names all patches.
             Otherwise its words are names of patches, or of incidents.
-        here: this process.
+        known: patch -> incident.
+
+    Raises:
+        PatchError: it cannot be read.
     """
-    if path is None:
-        return
+    wrong = None
     try:
         words = {*Path(path).read_text(encoding="utf-8").replace(",", " ").split()} or {"all"}
     except FileNotFoundError:
         words = set()
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            wrong = f"{SWITCH}: expected a file in a folder that exists, got {path!r}: nothing is switched"
     except (OSError, ValueError) as error:
-        warn_once(f"{SWITCH}: {path} cannot be read, nothing is switched: {error}")
-        return
-    unknown = words - {"all", *here.incidents, *here.incidents.values()}
+        raise PatchError(f"{SWITCH}: {path} cannot be read, nothing is switched: {error}") from error
+    unknown = words - {"all", *known, *known.values()}
     if unknown:
-        warn_once(f"{SWITCH}: {path} names {', '.join(sorted(unknown))}, which is no patch")
+        wrong = f"{SWITCH}: {path} names {', '.join(sorted(unknown))}, which is no patch"
     # A word that names a patch means that patch, also where its incident has the same name.
-    incidents = words - {*here.incidents}
-    off = [n for n in here.names if n in words or incidents & {"all", here.incidents[n]}]
-    _say(registry.switch(off, path))
+    incidents = words - {*known}
+    return {name for name in known if name in words or incidents & {"all", known[name]}}, wrong
+
+
+def look_at_switch(path: str | None, here: Here) -> None:
+    """Switch off the patches of this process that a file names, and on again those no longer named."""
+    if not path:
+        return
+    try:
+        off, wrong = named(path, here.incidents)
+    except PatchError as error:
+        warn_once(str(error))
+        return
+    warn_once(wrong)
+    _say(registry.switch([name for name in here.names if name in off], path))
 
 
 def gather() -> list[dict[str, Any]]:

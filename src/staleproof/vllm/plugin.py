@@ -243,6 +243,34 @@ def decisions(version: str, sources: Sources | None = None, choice: Choice | Non
     return [decide(patch, of, sources, choice) for patch in patches().values()]
 
 
+def requested() -> list[Decision]:
+    """Decide about what is off unless its own variable asks for it."""
+    found = []
+    for module in ON_REQUEST:
+        patch, needed = module.PATCH, None
+        try:
+            if not module.enabled(os.environ):
+                state, why = process.OFF, f"{module.VARIABLE} does not ask for it"
+            else:
+                version, sources = installed()
+                needed, why = patch.is_needed(sources)
+                state = WILL if needed else process.NOT_NEEDED
+                reason = _refusal(patch, base(version), sources, chosen("none"))
+                if needed and reason is not None:
+                    state, why = REFUSED, reason
+        except (Exception, SystemExit) as error:
+            state, why = REFUSED, str(error) or type(error).__name__
+        found.append(Decision(patch, state, why, needed))
+    return found
+
+
+def misspelled() -> str | None:
+    """Say what is wrong with ``STALEPROOF_UNKNOWN``; ``None``: nothing."""
+    said = os.environ.get(UNKNOWN, "")
+    wrong = f"{UNKNOWN}: expected probe, got {said!r}: an unknown release is not patched"
+    return None if said in ("", "probe") else wrong
+
+
 def register() -> None:
     """Apply the patches that this vLLM needs. vLLM calls this in each process.
 
@@ -253,6 +281,7 @@ def register() -> None:
     """
     require, reason = os.environ.get(process.REQUIRE), ""
     here = live.Here()
+    warn_once(misspelled())
     try:
         try:
             here.incidents = {patch.name: patch.incident for patch in (patches() | on_request()).values()}
@@ -327,22 +356,16 @@ def _apply(here: live.Here) -> None:
 def _apply_on_request(here: live.Here) -> None:
     """Apply what its own variable asks for. What cannot be is one line, and vLLM serves without it."""
     required = (os.environ.get(process.REQUIRE) or "").split(",")
-    for module in ON_REQUEST:
-        patch = module.PATCH
+    for decision in requested():
+        patch, state, why = decision.patch, decision.state, decision.why
+        if state == process.OFF:
+            if patch.name in map(str.strip, required):
+                here.decided[patch.name] = state, why
+            continue
         try:
-            if not module.enabled(os.environ):
-                if patch.name in map(str.strip, required):
-                    here.decided[patch.name] = process.OFF, f"{module.VARIABLE} does not ask for it"
-                continue
-            version, sources = installed()
-            of = base(version)
-            needed, why = patch.is_needed(sources)
-            state = WILL if needed else process.NOT_NEEDED
-            reason = _refusal(patch, of, sources, chosen("none"))
-            if needed and reason is not None:
-                state, why = REFUSED, reason
-            elif needed:
-                patch.apply(of.name)
+            if state == WILL:
+                version, _ = installed()
+                patch.apply(base(version).name)
                 here.names.append(patch.name)
                 here.version = version
         except (Exception, SystemExit) as error:
@@ -358,8 +381,9 @@ def _open(here: live.Here) -> None:
     port = os.environ.get(PORT)
     if live.enter(here, bool(port or os.environ.get(WATCH))) and port:
         from staleproof.vllm import watch_port
+        from staleproof.vllm.watch import number
 
-        watch_port.serve(None, int(port))
+        watch_port.serve(None, number(os.environ, PORT, 1, range(1, 65536)))
         live.beat()
 
 

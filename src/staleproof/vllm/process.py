@@ -10,6 +10,7 @@ from typing import Any
 
 from staleproof.vllm import hooks
 from staleproof.vllm.hooks import Target, logger, warn_once
+from staleproof.vllm.sources import PatchError
 from staleproof.vllm.standing import CACHE, REPORT, registry
 
 # By now all modules that this process needs are imported. A worker may share the engine's process.
@@ -140,5 +141,7 @@ def contained(call: Callable[[], Any], what: str) -> Any:
     try:
         return call()
     except (Exception, SystemExit) as error:
-        warn_once(f"{what}: {type(error).__name__}: {error}")
+        # Ours are worded for the reader.
+        kind = "" if isinstance(error, PatchError) else f"{type(error).__name__}: "
+        warn_once(f"{what}: {kind}{error}")
         return None

@@ -12,22 +12,22 @@ from typing import NamedTuple
 from staleproof.vllm import live, process
 from staleproof.vllm.plugin import (
     AFFECTED,
-    ON_REQUEST,
     PORT,
     REFUSED,
-    UNKNOWN,
     WATCH,
     WILL,
     Decision,
     base,
     decisions,
+    misspelled,
     on_request,
     patches,
+    requested,
 )
 from staleproof.vllm.releases import last_of_series, release, table
 from staleproof.vllm.sources import PatchError, installed, numbers
-from staleproof.vllm.watch import OLDEST, settings
-from staleproof.vllm.watch import _number as number
+from staleproof.vllm.standing import SWITCHED
+from staleproof.vllm.watch import OLDEST, number, settings
 
 GROUP, NAME = "vllm.general_plugins", "staleproof"
 MISSING = f"no entry point {NAME} in {GROUP} is installed"
@@ -57,12 +57,9 @@ def unwatched(version: str = "") -> str | None:
     >>> os.environ.get("STALEPROOF_WATCH") is not None or unwatched() is None
     True
     """
-    said = os.environ.get(WATCH, "").strip()
-    if said in ("", "0", "off", "false"):
-        return None
     try:
         if settings(os.environ) is None:
-            return f"{WATCH}: expected 1, on or true, got {said!r}"
+            return None
     except PatchError as error:
         return str(error)
     known = numbers(version)
@@ -78,20 +75,39 @@ def _warnings(version: str, decided: Sequence[Decision]) -> Iterator[str]:
         process.required(os.environ.get(process.REQUIRE), states, patches() | on_request())
     except process.RequirementError as error:
         yield str(error)
-    for module in ON_REQUEST:
-        try:
-            module.enabled(os.environ)
-        except PatchError as error:
-            yield f"{error}: {module.NAME} is refused"
-    if (probe := os.environ.get(UNKNOWN, "")) not in ("", "probe"):
-        yield f"{UNKNOWN}: expected probe, got {probe!r}: an unknown release is not patched"
+    for name in on_request():
+        if states[name][0] not in (WILL, process.OFF):
+            yield f"{name} is {states[name][0]}: {states[name][1]}"
+    if (wrong := misspelled()) is not None:
+        yield wrong
     try:
         if os.environ.get(PORT):
             number(os.environ, PORT, 1, range(1, 65536))
     except PatchError as error:
         yield f"{error}: nobody can ask for the server's state"
-    if (switch := os.environ.get(live.SWITCH)) and Path(switch).exists():
-        yield f"{live.SWITCH}: {switch} switches off the patches that it names, or all if it names none"
+
+
+def _switched(decided: Sequence[Decision]) -> tuple[list[Decision], list[str]]:
+    """The decisions as the switch file leaves them, and what to say about it."""
+    path, found = os.environ.get(live.SWITCH), [*decided]
+    if not path:
+        return found, []
+    try:
+        names, wrong = live.named(path, {d.patch.name: d.patch.incident for d in decided})
+    except PatchError as error:
+        return found, [str(error)]
+    off: list[str] = []
+    for at, one in enumerate(found):
+        # What needs a patch comes behind it.
+        needs = next((name for name in one.patch.requires if name in off), None)
+        if one.state == WILL and (one.patch.name in names or needs):
+            why = SWITCHED + path if one.patch.name in names else f"needs {needs}, which is off"
+            found[at] = replace(one, state=process.OFF, why=f"{why}; {one.why}")
+            off.append(one.patch.name)
+    said = [wrong] if wrong else []
+    if Path(path).exists():
+        said.append(f"{live.SWITCH}: {path} switches off {', '.join(off) or 'nothing that is needed here'}")
+    return found, said
 
 
 # What a patch would do to a release that is not installed here.
@@ -137,7 +153,9 @@ def answer(version: str | None = None) -> Answer:
         decided = [replace(d, state=AFFECTED) if d.state == WILL else d for d in decided]
         notes.append(f"warning: {why}: nothing is patched")
     else:
-        notes += [f"warning: {said}" for said in _warnings(version, decided)]
+        every, switched = _switched([*decided, *requested()])
+        decided = every[: len(decided)]
+        notes += [f"warning: {said}" for said in (*_warnings(version, every), *switched)]
     return Answer(version, True, decided, notes, upgrade(decided, None if of.unknown else of.name))
 
 

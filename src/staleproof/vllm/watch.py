@@ -74,8 +74,11 @@ def settings(environment: Mapping[str, str]) -> Settings | None:
     >>> settings({}), settings({"STALEPROOF_WATCH": "1", "STALEPROOF_WATCH_LAYERS": "4"}).layers
     (None, 4)
     """
-    if environment.get(VARIABLE, "").strip() not in ("1", "on", "true"):
+    said = environment.get(VARIABLE, "").strip()
+    if said in ("", "0", "off", "false"):
         return None
+    if said not in ("1", "on", "true"):
+        raise PatchError(f"{VARIABLE}: expected 1, on or true, got {said!r}")
     stages = tuple(
         word.strip() for word in environment.get(STAGES, ",".join(KNOWN)).split(",") if word.strip()
     )
@@ -84,13 +87,18 @@ def settings(environment: Mapping[str, str]) -> Settings | None:
         raise PatchError(f"{STAGES}: expected some of {', '.join(KNOWN)}, got {', '.join(unknown) or 'none'}")
     return Settings(
         stages,
-        _number(environment, LAYERS, 1, range(1, 10**6)),
-        _number(environment, STEPS, 1, range(1, 10**6)),
-        _number(environment, PORT, DEFAULT_PORT, range(1, 65536)),
+        number(environment, LAYERS, 1, range(1, 10**6)),
+        number(environment, STEPS, 1, range(1, 10**6)),
+        number(environment, PORT, DEFAULT_PORT, range(1, 65536)),
     )
 
 
-def _number(environment: Mapping[str, str], name: str, default: int, allowed: range) -> int:
+def number(environment: Mapping[str, str], name: str, default: int, allowed: range) -> int:
+    """Read a number.
+
+    Raises:
+        PatchError: it is none, or not allowed.
+    """
     text = environment.get(name, str(default)).strip()
     if not text.isdecimal() or int(text) not in allowed:
         raise PatchError(f"{name}: expected {allowed[0]} to {allowed[-1]}, got {text!r}")
