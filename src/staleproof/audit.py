@@ -39,12 +39,13 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from staleproof.check import bound, fail, require
 
@@ -60,26 +61,23 @@ ARGUMENTS_OF_ATTENTION = (
 KINDS: dict[str, tuple[str, ...]] = {}
 ARGUMENTS: dict[str, tuple[str, ...]] = {}
 SIZES: dict[str, tuple[str, ...]] = {}
-for _kind, _clauses, _arguments, _sizes in (
-    (
-        "attention",
-        "0 E T B R N U Q L A O",
-        ARGUMENTS_OF_ATTENTION,
-        "layout heads kv_heads head_dim value_dim page_size dtype q_len prepared planned empty_lse",
-    ),
-    (
-        "routing",
-        "0 I Ib P R O",
-        "router_logits top_k bias is_padding",
-        "experts top_k grouped padding_id reference",
-    ),
-    ("rows", "0 R W O", "x", "hidden dtype in_place reference inverse live_rows"),
-    ("operands", "0 O", "", "make reference"),
+for _kind, _clauses, _arguments in (
+    ("attention", "0 E T B R N U Q L A O", ARGUMENTS_OF_ATTENTION),
+    ("routing", "0 I Ib P R O", "router_logits top_k bias is_padding"),
+    ("rows", "0 R W O", "x"),
+    ("operands", "0 O", ""),
 ):
     KINDS[_kind], ARGUMENTS[_kind] = tuple(_clauses.split()), tuple(_arguments.split())
-    SIZES[_kind] = tuple(_sizes.split())
+LAYOUTS = ("paged", "mla")
+# Rows of a batch that routing and rows are asked with.
+ROWS = 6
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+
+
+class SettingError(ValueError):
+    """What a decorator was given does not fit, or does not work, as a reference that raises."""
 
 
 @dataclass(frozen=True)
@@ -154,47 +152,295 @@ def _checked(kind: str, shape: Mapping[str, Any], **arguments: Any) -> None:
         fail(size, f"a size of {kind}: {', '.join(sorted(SIZES[kind]))}", "another name")
 
 
-def _decorator(kind: str) -> Callable[..., Any]:
-    def register(
-        *functions: object,
-        name: str = "",
-        needs: str = "",
-        documented: Mapping[str, str] | None = None,
-        skip: Mapping[str, str] | None = None,
-        given: Mapping[str, Any] | None = None,
-        **shape: Any,
-    ) -> Callable[[F], F]:
-        require(not functions, kind, f"@audit.{kind}(), with parentheses", f"@audit.{kind}")
-        _checked(kind, shape, name=name, needs=needs, documented=documented, skip=skip, given=given)
+_COUNTS = (
+    *("hidden", "experts", "top_k", "heads", "kv_heads", "head_dim", "value_dim", "page_size"),
+    "live_rows",
+)
+# Size -> whether a value fits, and what is expected.
+_FITTING: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("reference", "inverse", "make"), (callable, "a function")),
+    **dict.fromkeys(_COUNTS, (lambda value: type(value) is int and value > 0, "a positive integer")),
+    **dict.fromkeys(
+        ("in_place", "grouped", "prepared", "planned"),
+        (lambda value: isinstance(value, bool), "True or False"),
+    ),
+    "dtype": (lambda value: _is_dtype(value), "a dtype of torch by name, such as float16"),
+    "q_len": (lambda value: type(value) is int and value >= 0, "an integer of 0 or more"),
+    "padding_id": (lambda value: type(value) is int, "an integer"),
+    "empty_lse": (lambda value: type(value) in (int, float), "a number"),
+    "layout": (lambda value: value in LAYOUTS, " or ".join(LAYOUTS)),
+}
 
-        def mark(function: F) -> F:
-            if given:
-                try:
-                    inspect.signature(function).bind_partial(**given)
-                except TypeError:
-                    fail("given", f"arguments of {function.__name__}", ", ".join(given))
-            call = partial(function, **given) if given else function
-            require(kind != "operands" or "make" in shape, "make", "a function of the device", "nothing")
-            try:
-                # The arguments of kind "operands" are whatever ``make`` returns, so they are not checked.
-                bound(call, dict.fromkeys(ARGUMENTS[kind])) if ARGUMENTS[kind] else None
-            except TypeError as error:
-                wrong = str(error).removeprefix("needs ").partition(";")[0]
-                where = f"{wrong}: an argument of {name or function.__name__}"
-                fail(where, f"arguments of {kind}: {', '.join(ARGUMENTS[kind])}", wrong)
-            subject = Subject(
-                name or function.__name__, kind, call, shape, needs, documented or {}, skip or {}
-            )
-            # The topmost decorator is applied last, but its subject comes first.
-            function.__dict__.setdefault(_MARK, []).insert(0, subject)
-            return function
 
-        return mark
+def _is_dtype(name: object) -> bool:
+    import torch
+
+    return isinstance(getattr(torch, str(name), None), torch.dtype)
+
+
+def _check_sizes(kind: str, given: Mapping[str, Any], of: str) -> None:
+    """Refuse sizes that no kernel can be asked with.
+
+    Args:
+        kind: of the kernel.
+        given: to its decorator.
+        of: its name.
+    """
+    for name, value in given.items():
+        fits, expected = _FITTING[name]
+        require(fits(value), f"{name} of {of}", expected, repr(value))
+    size = {name: one.default for name, one in inspect.signature(globals()[kind]).parameters.items()}
+    size.update(given)
+    if kind == "attention":
+        heads, kv_heads = size["heads"], size["kv_heads"]
+        require(heads % kv_heads == 0, f"heads of {of}", f"a multiple of kv_heads={kv_heads}", heads)
+        if size["layout"] == "mla":
+            # DeepSeek's: a latent of 512 and 64 more for positions.
+            whole, latent = size["head_dim"] or 576, size["value_dim"] or 512
+            require(kv_heads == 1, f"kv_heads of {of}", "1 with layout mla", kv_heads)
+            require(latent <= whole, f"value_dim of {of}", f"at most head_dim={whole}", latent)
+    if kind == "routing":
+        experts, most, which = size["experts"], size["experts"], ""
+        if size["grouped"]:
+            in_groups = experts % 4 == 0 and experts >= 8
+            require(in_groups, f"experts of {of}", "a multiple of 4, from 8, with grouped=True", experts)
+            most, which = experts // 2, " experts in 2 of 4 groups"
+        require(
+            size["top_k"] <= most, f"top_k of {of}", f"at most {most}{which or ' experts'}", size["top_k"]
+        )
+    live, padded = size.get("live_rows") or 1, f"1 to {ROWS - 1} of {ROWS} rows, so that one is padding"
+    require(live < ROWS, f"live_rows of {of}", padded, live)
+
+
+def _decorator(kind: Callable[P, Any]) -> Callable[P, Callable[[F], F]]:
+    """The decorator whose keyword arguments and text are those of a function of its name."""
+    own = [name for name in inspect.signature(kind).parameters if name not in _ARGUMENTS]
+    SIZES[kind.__name__] = tuple(own)
+
+    @wraps(kind)
+    def register(*functions: Any, **given: Any) -> Callable[[F], F]:
+        return _register(kind.__name__, *functions, **given)
 
     return register
 
 
-attention, routing, rows, operands = map(_decorator, KINDS)
+@contextmanager
+def _setting() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise SettingError(str(error)) from None
+
+
+@_setting()
+def _register(
+    kind: str,
+    *functions: object,
+    name: str = "",
+    needs: str = "",
+    documented: Mapping[str, str] | None = None,
+    skip: Mapping[str, str] | None = None,
+    given: Mapping[str, Any] | None = None,
+    **sizes: Any,
+) -> Callable[[F], F]:
+    require(not functions, kind, f"@audit.{kind}(), with parentheses", f"@audit.{kind}")
+    shape = {size: value for size, value in sizes.items() if value is not None}
+    _checked(kind, shape, name=name, needs=needs, documented=documented, skip=skip, given=given)
+
+    @_setting()
+    def mark(function: F) -> F:
+        of = name or function.__name__
+        if given:
+            try:
+                inspect.signature(function).bind_partial(**given)
+            except TypeError:
+                fail("given", f"arguments of {function.__name__}", ", ".join(given))
+        call = partial(function, **given) if given else function
+        require(kind != "operands" or "make" in shape, "make", "a function of the device", "nothing")
+        _check_sizes(kind, shape, of)
+        for clause, text in (documented or {}).items():
+            where = f"documented of {of}"
+            # A kernel that is wrong on clean input is wrong, whatever its documentation says.
+            require(clause != "0", where, "clauses other than 0", "0")
+            require(bool(text.strip()), where, f"what the documentation says about {clause}", repr(text))
+        try:
+            # The arguments of kind "operands" are whatever ``make`` returns, so they are not checked.
+            bound(call, dict.fromkeys(ARGUMENTS[kind])) if ARGUMENTS[kind] else None
+        except TypeError as error:
+            wrong = str(error).removeprefix("needs ").partition(";")[0]
+            where = f"{wrong}: an argument of {of}"
+            fail(where, f"arguments of {kind}: {', '.join(ARGUMENTS[kind])}", wrong)
+        subject = Subject(of, kind, call, shape, needs, documented or {}, skip or {})
+        # The topmost decorator is applied last, but its subject comes first.
+        function.__dict__.setdefault(_MARK, []).insert(0, subject)
+        return function
+
+    return mark
+
+
+@_decorator
+def attention(
+    *,
+    layout: str = "paged",
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    page_size: int = 16,
+    dtype: str | None = None,
+    q_len: int = 1,
+    prepared: bool = False,
+    planned: bool = False,
+    empty_lse: float = float("-inf"),
+    name: str = "",
+    needs: str = "",
+    documented: Mapping[str, str] | None = None,
+    skip: Mapping[str, str] | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> Any:
+    """Register a decode or prefill over pages; the module's text has its arguments.
+
+    Args:
+        layout: ``paged``: K and V in pages; ``mla``: one latent in pages, whose beginning is V.
+        heads: of q; a multiple of ``kv_heads``.
+        kv_heads: of the cache; 1 for ``mla``.
+        head_dim: by default 32; 576 for ``mla``.
+        value_dim: by default ``head_dim``; 512 for ``mla``.
+        page_size: tokens a page.
+        dtype: of q and the cache by name, e.g. ``float16``; by default float32 on a CPU, bfloat16 on a GPU.
+        q_len: query tokens a request at most; 0 stands for any number, by ``query_start_loc``.
+        prepared: whether the function returns one that launches.
+        planned: whether that one holds only for the lengths that it was made with.
+        empty_lse: what the kernel documents as the lse of an empty request.
+        name: of the kernel; by default the function's.
+        needs: ``cpu``, ``cuda``, ``sm90``, ``sm100``, or ``""`` for any device.
+        documented: clause -> what the kernel's documentation says of it; a break is then *undefined*.
+        skip: clause -> why the kernel is not asked.
+        given: further arguments of the function by name.
+
+    Raises:
+        SettingError: a ValueError that names the argument, what was expected and what came; some when the
+            decorator is applied.
+
+    >>> @attention(head_dim=64, skip={"A": "keeps a workspace"})
+    ... def decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out): ...
+    """
+
+
+@_decorator
+def routing(
+    *,
+    experts: int = 16,
+    top_k: int = 4,
+    grouped: bool = False,
+    padding_id: int = -1,
+    reference: Callable[..., Any] | None = None,
+    name: str = "",
+    needs: str = "",
+    documented: Mapping[str, str] | None = None,
+    skip: Mapping[str, str] | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> Any:
+    """Register a router: (router_logits, top_k, bias, is_padding) -> weights and ids.
+
+    Args:
+        experts: number of them; with ``grouped`` 8 or more in 4 groups.
+        top_k: experts a row, up to ``experts``; with ``grouped`` up to half of them.
+        grouped: whether experts are in 4 groups, and the router chooses from the 2 best.
+        padding_id: the id in rows that ``is_padding`` marks.
+        reference: takes router_logits and top_k, and returns weights and ids; needed where weights are
+            neither those of softmax nor of sigmoid.
+        name: of the kernel; by default the function's.
+        needs: ``cpu``, ``cuda``, ``sm90``, ``sm100``, or ``""`` for any device.
+        documented: clause -> what the kernel's documentation says of it; a break is then *undefined*.
+        skip: clause -> why the kernel is not asked.
+        given: further arguments of the function by name.
+
+    Raises:
+        SettingError: a ValueError that names the argument, what was expected and what came; some when the
+            decorator is applied.
+
+    >>> @routing(experts=8, top_k=2)
+    ... def route(router_logits, top_k):
+    ...     return router_logits.softmax(-1).topk(top_k)
+    """
+
+
+@_decorator
+def rows(
+    *,
+    hidden: int = 64,
+    dtype: str | None = None,
+    in_place: bool = False,
+    reference: Callable[..., Any] | None = None,
+    inverse: Callable[..., Any] | None = None,
+    live_rows: int | None = None,
+    name: str = "",
+    needs: str = "",
+    documented: Mapping[str, str] | None = None,
+    skip: Mapping[str, str] | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> Any:
+    """Register a quantiser, a norm, an activation: x (rows, hidden) -> a tensor or several.
+
+    Args:
+        hidden: elements a row.
+        dtype: of x by name, e.g. ``float16``; by default float32 on a CPU, bfloat16 on a GPU.
+        in_place: whether the kernel may write x; if it returns nothing, x is its result.
+        reference: takes x in float64 on the CPU, and returns every result. A quantiser that returns fp8 or
+            int8 values and scales needs none.
+        inverse: takes the results of a quantiser, and returns x; for packed formats.
+        live_rows: only so many of 6 rows are live, 1 to 5; by default all.
+        name: of the kernel; by default the function's.
+        needs: ``cpu``, ``cuda``, ``sm90``, ``sm100``, or ``""`` for any device.
+        documented: clause -> what the kernel's documentation says of it; a break is then *undefined*.
+        skip: clause -> why the kernel is not asked.
+        given: further arguments of the function by name.
+
+    Raises:
+        SettingError: a ValueError that names the argument, what was expected and what came; some when the
+            decorator is applied.
+
+    >>> from staleproof.contract.runner import audit_here
+    >>> @rows(hidden=32, reference=lambda x: 2 * x)
+    ... def double(x):
+    ...     return 2 * x
+    >>> [one.verdict for one in audit_here(double, "cpu")]
+    ['holds', 'holds', 'holds', 'holds']
+    """
+
+
+@_decorator
+def operands(
+    *,
+    make: Callable[[str], Mapping[str, Any]],
+    reference: Callable[..., Any] | None = None,
+    name: str = "",
+    needs: str = "",
+    documented: Mapping[str, str] | None = None,
+    skip: Mapping[str, str] | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> Any:
+    """Register any other kernel: it is called with what ``make`` returns.
+
+    Args:
+        make: takes the device, ``cpu`` or ``cuda``, and returns a dict of arguments by name.
+        reference: takes what the kernel takes, and returns every result.
+        name: of the kernel; by default the function's.
+        needs: ``cpu``, ``cuda``, ``sm90``, ``sm100``, or ``""`` for any device.
+        documented: clause -> what the kernel's documentation says of it; a break is then *undefined*.
+        skip: clause -> why the kernel is not asked.
+        given: further arguments of the function by name.
+
+    Raises:
+        SettingError: a ValueError that names the argument, what was expected and what came; some when the
+            decorator is applied.
+
+    >>> import torch
+    >>> @operands(make=lambda device: {"x": torch.ones(4, device=device)}, reference=lambda x: x + 1)
+    ... def plus_one(x):
+    ...     return x + 1
+    """
 
 
 def load_module(module: str) -> ModuleType:

@@ -10,7 +10,7 @@ import pytest
 
 # Here, because pytester unloads what a run in this process imports, and a second copy has other classes.
 from staleproof.contract import pytest_plugin, runner
-from staleproof.contract.contract import BREAKS, CLAUSES, NOT_RUN, UNDEFINED, Answer
+from staleproof.contract.contract import BREAKS, CLAUSES, NOT_RUN, NOT_TESTED, UNDEFINED, Answer
 
 pytest_plugins = ["pytester"]
 # What pytester changes; a child process is forked from a warm one only where the environment is the same.
@@ -78,6 +78,11 @@ def test_a_broken_clause_shows_its_script_if_there_is_one(script, said):
     assert str(error.value) == f"clause R: {CLAUSES['R']}\nrows{said}"
 
 
+def test_a_wrong_setting_fails_the_test():
+    with pytest.raises(pytest_plugin.BrokenClauseError, match="rows"):
+        _test_of(NOT_TESTED).runtest()
+
+
 @pytest.mark.parametrize("verdict", [NOT_RUN, UNDEFINED])
 def test_what_was_not_run_or_is_left_to_the_caller_is_skipped_with_the_reason(verdict):
     with pytest.raises(pytest.skip.Exception, match="rows"):
@@ -135,7 +140,7 @@ def test_a_module_that_does_not_import_is_an_error(pytester):
     pytester.makepyfile(my_kernels="from staleproof import audit\nimport no_such_module\n")
     result = pytester.runpytest_inprocess(*PLUGIN, "--padding-contract", "my_kernels.py")
     assert result.ret != 0
-    result.stdout.fnmatch_lines(["*my_kernels.py does not import*no_such_module*"])
+    result.stdout.fnmatch_lines(["*my_kernels.py: does not import*no_such_module*"])
 
 
 def test_an_installation_brings_the_plugin():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import re
 import signal
 import sys
@@ -13,10 +14,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from staleproof import audit
 from staleproof import child as children
 from staleproof.audit import SIZES, Subject, load_module
 from staleproof.contract import runner, scenes
-from staleproof.contract.contract import BREAKS, HOLDS, NOT_RUN, UNDEFINED, breaks, holds, not_run
+from staleproof.contract.contract import (
+    BREAKS,
+    HOLDS,
+    NOT_RUN,
+    NOT_TESTED,
+    UNDEFINED,
+    breaks,
+    holds,
+    not_run,
+    not_tested,
+)
 
 HERE = Path(__file__).parent
 
@@ -252,7 +264,7 @@ def test_a_setting_that_does_not_work_is_not_the_kernels_fault(kind, clause, set
     call = route if kind == "routing" else lambda x: 2 * x
     subject = Subject("k", kind, call, settings)
     said, _ = runner.ask_one(runner.probes_of(subject)[clause], "cpu")
-    assert said == breaks(f"wrong setting: {note}")
+    assert said == not_tested(f"wrong setting: {note}")
     unasked = runner._complete(subject, {"0": said})[subject.clauses[-1]]
     assert unasked == not_run("not asked: wrong setting")
 
@@ -337,14 +349,29 @@ def test_module_that_does_not_import_or_registers_nothing_is_an_answer(tmp_path,
         (tmp_path / name).write_text(text)
         modules.append(str(tmp_path / name))
     found = {Path(one.kernel).name: one for one in runner.audit(modules, device)}
-    assert all(one.unasked for one in found.values())
+    assert {one.verdict for one in found.values()} == {NOT_TESTED}
     assert found["broken.py"].note == (
         f"does not import: ModuleNotFoundError: No module named 'no_such_module' ({modules[0]}, line 2)"
     )
-    assert found["misnamed.py"].note.endswith(f"({modules[1]}, line 2)")
-    assert "hiden: expected a size of rows" in found["misnamed.py"].note
+    assert found["misnamed.py"].note.startswith("wrong setting: hiden: expected a size of rows")
+    assert found["misnamed.py"].note.endswith(f" ({modules[1]}, line 2); no kernel of this module was tested")
     assert found["leaves.py"].note == "does not import: ended with 3: no output"
     assert found["nothing.py"].note == "registers no kernel"
+
+
+@pytest.mark.parametrize(
+    ("modules", "more", "message"),
+    [
+        (["nosuch.py"], {}, "modules: nosuch.py: expected a Python file or a module, and none is there"),
+        ("staleproof.contract.examples", {}, r"modules: expected names or files, such as .* got 'stale"),
+        (["typing"], {"limit_s": 0}, "limit_s: expected seconds, more than 0, got 0"),
+        (["typing"], {"limit_s": -1}, "limit_s: expected seconds, more than 0, got -1"),
+        (["typing"], {"limit_s": "9"}, "limit_s: expected seconds, more than 0, got '9'"),
+    ],
+)
+def test_a_wrong_argument_of_the_audit_is_refused_at_once(modules, more, message):
+    with pytest.raises(ValueError, match=message):
+        runner.audit(modules, "cpu", **more)
 
 
 def test_two_modules_with_a_kernel_of_one_name_are_refused(tmp_path, device):
@@ -365,6 +392,15 @@ def test_kernel_that_cannot_run_here_is_not_run(tmp_path, monkeypatch, device):
     }
 
 
+def test_a_decorator_shows_its_arguments():
+    shown = {kind: inspect.signature(getattr(audit, kind)).parameters for kind in SIZES}
+    assert shown["rows"]["hidden"].default == 64
+    for kind, names in SIZES.items():
+        assert {*names, "name", "needs", "documented", "skip", "given"} == {*shown[kind]}
+        told = inspect.getdoc(getattr(audit, kind))
+        assert [name for name in shown[kind] if f"{name}: " not in told] == []
+
+
 NO_COUNTS = (
     *("layout", "dtype", "q_len", "prepared", "planned", "empty_lse", "grouped", "padding_id", "in_place"),
     *("reference", "inverse", "make"),
@@ -377,6 +413,22 @@ BY_CLAUSE = 'expected a text for each clause, such as {"R": "why"}, got'
     [
         ("rows(hidden='three')", "hidden of k: expected a positive integer, got 'three'"),
         ("rows(hidden=-3)", "hidden of k: expected a positive integer, got -3"),
+        ("rows(live_rows=6)", "live_rows of k: expected 1 to 5 of 6 rows, so that one is padding, got 6"),
+        ("rows(in_place=1)", "in_place of k: expected True or False, got 1"),
+        ("routing(grouped=3)", "grouped of k: expected True or False, got 3"),
+        ("routing(padding_id='no')", "padding_id of k: expected an integer, got 'no'"),
+        ("routing(experts=4, top_k=9)", "top_k of k: expected at most 4 experts, got 9"),
+        ("routing(grouped=True, top_k=9)", "top_k of k: expected at most 8 experts in 2 of 4 groups, got 9"),
+        *(
+            (
+                f"routing(grouped=True, experts={experts})",
+                f"experts of k: expected a multiple of 4, from 8, with grouped=True, got {experts}",
+            )
+            for experts in (4, 10)
+        ),
+        ("attention(empty_lse='no')", "empty_lse of k: expected a number, got 'no'"),
+        ("attention(layout='mla', kv_heads=2)", "kv_heads of k: expected 1 with layout mla, got 2"),
+        ("attention(layout='mla', head_dim=64)", "value_dim of k: expected at most head_dim=64, got 512"),
         ("rows(live_rows=True)", "live_rows of k: expected a positive integer, got True"),
         (
             "rows(dtype='float99')",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +16,9 @@ def audit(
     scripts: Annotated[
         Path | None, typer.Option(help="Folder for reproducers: a script each, and a file of its inputs.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Where the answers go, as JSON lines.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Where the answers go, as JSON lines; missing folders are made.")
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="Where the heat map goes, as SVG.")] = None,
     limit: Annotated[float, typer.Option(min=1.0, help="Seconds that one clause may take.")] = 60.0,
 ) -> None:
@@ -29,19 +29,20 @@ def audit(
       staleproof audit my_kernels.py --scripts reproducers
 
     workbook/contract.md says how to register a kernel, and what each clause is.
-    Exit code 1: a kernel breaks a clause, or a module does not import.
+    Exit code 1: a kernel breaks a clause, or a kernel or a module could not be tested.
     """
     from staleproof import device as devices
     from staleproof import runs
     from staleproof.contract import runner
-    from staleproof.contract.contract import BREAKS, WRONG_SETTING, Answer
+    from staleproof.contract.contract import BREAKS, NOT_TESTED, Answer
     from staleproof.device import need_workbook
     from staleproof.report import audit as shown
     from staleproof.report import terminal
 
-    for name in modules:
-        if not _is_there(name):
-            raise BadInputError(f"modules: {name}: expected a Python file or a module, and none is there")
+    try:
+        runner.check_modules(modules)
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
     device = devices.select(device)
     if picture is not None and picture.suffix != ".svg":
         raise BadInputError(f"--picture: expected a file that ends in .svg, got {picture}")
@@ -76,11 +77,10 @@ def audit(
     if picture is not None:
         shown.draw(answers, picture)
         typer.echo(f"heat map: {picture}")
-    failed = [one for one in answers if one.verdict == BREAKS]
-    if not failed:
+    broken, unasked = ([one for one in answers if one.verdict == what] for what in (BREAKS, NOT_TESTED))
+    if not broken and not unasked:
         return
-    broken = [one for one in failed if not one.unasked]
-    of_kernels = sum(one.note.startswith(WRONG_SETTING) for one in failed)
+    of_kernels = sum(one.kernel not in modules for one in unasked)
     if scripts is None and broken:
         # What is wrong on clean input cannot be documented.
         left = next((one.clause for one in broken if one.clause != "0"), "")
@@ -89,22 +89,8 @@ def audit(
     problems = []
     if broken:
         problems.append("1 clause is broken" if len(broken) == 1 else f"{len(broken)} clauses are broken")
-    for kind, count in (("kernel", of_kernels), ("module", len(failed) - len(broken) - of_kernels)):
+    for kind, count in (("kernel", of_kernels), ("module", len(unasked) - of_kernels)):
         if count:
             problems.append(f"{count} {kind}{'s were' if count > 1 else ' was'} not tested")
     typer.echo(f"staleproof: {'; '.join(problems)}", err=True)
     raise typer.Exit(1)
-
-
-def _is_there(module: str) -> bool:
-    """Whether a file or a module is there, without importing it; a child also looks in the current folder."""
-    if module.endswith(".py"):
-        return Path(module).is_file()
-    top, *rest = module.split(".")
-    if not all(map(str.isidentifier, (top, *rest))):
-        return False
-    spec = find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
-    for part in rest:
-        folders = spec and spec.submodule_search_locations
-        spec = PathFinder.find_spec(part, [*folders]) if folders else None
-    return spec is not None

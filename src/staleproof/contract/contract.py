@@ -12,7 +12,8 @@ from typing import Any
 from staleproof.audit import KINDS as KINDS
 
 # The verdicts. ``undefined``: broken, and the kernel's documentation leaves the case to the caller.
-HOLDS, BREAKS, UNDEFINED, NOT_RUN = "holds", "breaks", "undefined", "not run"
+# ``not tested``: the module has no kernel to ask, or the kernel's decorator is at fault.
+HOLDS, BREAKS, UNDEFINED, NOT_RUN, NOT_TESTED = "holds", "breaks", "undefined", "not run", "not tested"
 
 # Key of a clause -> what a kernel that keeps it does. In the order of the tables. Each is asked by a function
 # whose docstring begins with its key: PROBES of attention_probes and, for the other kinds, of row_probes.
@@ -36,13 +37,9 @@ CLAUSES = {
 # The note of clause 0 where nothing says what is right; the other clauses are asked all the same.
 NO_REFERENCE = "not checked, no reference"
 # How the note begins of a module that has no kernel to ask, and of a kernel whose decorator is at fault.
-NO_IMPORT, NO_KERNEL, WRONG_SETTING = UNASKED = ("does not import", "registers no kernel", "wrong setting")
+NO_IMPORT, NO_KERNEL, WRONG_SETTING = "does not import", "registers no kernel", "wrong setting"
 # How the note of a clause begins that was not answered in time.
 TIMED_OUT = "no answer within"
-
-
-class SettingError(Exception):
-    """What a decorator was given does not work, e.g. its reference raises; the text says how."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Answer:
     """What one kernel does with one clause.
 
     Attributes:
-        verdict: :data:`HOLDS`, :data:`BREAKS`, :data:`UNDEFINED` or :data:`NOT_RUN`.
+        verdict: :data:`HOLDS`, :data:`BREAKS`, :data:`UNDEFINED`, :data:`NOT_RUN` or :data:`NOT_TESTED`.
         note: one line.
         kernel: its name, or the module if that has no kernel to ask.
         clause: key of :data:`CLAUSES`.
@@ -65,11 +62,6 @@ class Answer:
     script: str = ""
     example: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
-    @property
-    def unasked(self) -> bool:
-        """Whether the module has no kernel to ask, or the kernel's decorator is at fault."""
-        return self.verdict == BREAKS and self.note.startswith(UNASKED)
-
     def row(self) -> dict[str, Any]:
         """The answer as a JSON object, without the script."""
         return {name: asdict(self)[name] for name in ("kernel", "clause", "verdict", "note")}
@@ -83,6 +75,11 @@ def holds(note: str = "") -> Answer:
 def breaks(note: str, example: Mapping[str, Any] | None = None) -> Answer:
     """The clause is broken; ``example`` is an input that shows it."""
     return Answer(BREAKS, note, example=example)
+
+
+def not_tested(note: str) -> Answer:
+    """Nothing could be asked, and the user has to mend why; ``note`` says it in one line."""
+    return Answer(NOT_TESTED, note)
 
 
 def not_run(note: str) -> Answer:

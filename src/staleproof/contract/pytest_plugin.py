@@ -58,7 +58,7 @@ class ContractFile(pytest.File):
         except DeviceError as error:
             raise self.CollectError(f"--padding-contract-device: {error}") from error
         except ChildError as error:
-            raise self.CollectError(f"{self.path.name} does not import: {error}") from error
+            raise self.CollectError(f"{self.path.name}: {error}") from error
         for subject in subjects:
             for clause in subject.clauses:
                 name = f"{subject.name}[{clause}]"
@@ -92,12 +92,12 @@ class ContractItem(pytest.Item):
         self.case = case
 
     def runtest(self) -> None:
-        from staleproof.contract.contract import BREAKS, CLAUSES, HOLDS
+        from staleproof.contract.contract import BREAKS, CLAUSES, HOLDS, NOT_TESTED
         from staleproof.contract.reproducer import name_of
 
         assert isinstance(self.parent, ContractFile)
         found = self.parent.answers[self.case]
-        if found.verdict == BREAKS:
+        if found.verdict in (BREAKS, NOT_TESTED):
             shown = f"clause {found.clause}: {CLAUSES[found.clause]}\n{found.note}"
             if found.script:
                 shown += f"\n\n{found.script}\n{self.parent.scripts}/{name_of(*self.case)}.py runs alone"

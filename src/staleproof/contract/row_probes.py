@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from staleproof.audit import ROWS, SettingError
 from staleproof.check import bound
 from staleproof.contract import reproducer, scenes
-from staleproof.contract.contract import NO_REFERENCE, Answer, SettingError, breaks, holds, not_run
+from staleproof.contract.contract import NO_REFERENCE, Answer, breaks, holds, not_run
 from staleproof.contract.reproducer import Example, keep, last, routed
 from staleproof.evidence.canary import bits
 from staleproof.evidence.compare import rounding
@@ -26,7 +27,6 @@ Kernel = Callable[..., Any]
 Shape = dict[str, Any]
 Known = dict[str, Any]
 Probe = Callable[[Kernel, Shape, str], Answer]
-ROWS = 6
 # Rows of more than a tile, and its row of zeros, as a cleared row of padding is.
 MORE, ZERO_ROW = 37, 5
 

@@ -7,6 +7,7 @@ new process goes on with the next clause.
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import re
 import shutil
@@ -17,13 +18,15 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from staleproof import child as children
 from staleproof import device as devices
-from staleproof.audit import _MARK, Subject, load_module, subjects_of
+from staleproof.audit import _MARK, SettingError, Subject, load_module, subjects_of
 from staleproof.check import require
 from staleproof.contract import attention_probes, reproducer, row_probes
 from staleproof.contract.contract import (
@@ -33,15 +36,16 @@ from staleproof.contract.contract import (
     NO_KERNEL,
     NO_REFERENCE,
     NOT_RUN,
+    NOT_TESTED,
     TIMED_OUT,
     UNDEFINED,
     WRONG_SETTING,
     Answer,
-    SettingError,
     breaks,
     not_run,
+    not_tested,
 )
-from staleproof.contract.scenes import LAUNCH, LAYOUTS, attention_shape
+from staleproof.contract.scenes import LAUNCH, attention_shape
 
 # Torch's error about a tensor on a GPU, in its build for CPUs.
 _NO_CUDA = "Torch not compiled with CUDA enabled"
@@ -89,7 +93,7 @@ def ask_one(probe: Callable[[str], Answer], device: str) -> tuple[Answer, bool]:
     try:
         return probe(device), True
     except SettingError as error:
-        return breaks(f"{WRONG_SETTING}: {error}"), True
+        return not_tested(f"{WRONG_SETTING}: {error}"), True
     except Exception as error:
         text = _one_line(error)
         if type(error).__name__ == "InterpreterError":
@@ -129,51 +133,18 @@ def unavailable_reason(subject: Subject) -> str:
     return ""
 
 
-# Sizes by what they must be.
-_FUNCTIONS = "reference", "inverse", "make"
-_COUNTS = (
-    *("hidden", "experts", "top_k", "heads", "kv_heads", "head_dim", "value_dim", "page_size"),
-    "live_rows",
-)
-
-
 def listed(module: str) -> list[Subject]:
     """In a child: the subjects of a module, without what cannot go to another process.
 
     Raises:
-        ValueError: two kernels of one name, whose answers nothing would tell apart, a wrong size, or a
-            documentation of a wrong result on clean input.
+        SettingError: two kernels of one name, whose answers nothing would tell apart.
     """
     loaded = load_module(module)
     found = {subject.name: subject for subject in subjects_of(loaded)}
     for value in vars(loaded).values():
         for one in getattr(value, "__dict__", {}).get(_MARK, ()):
-            require(found[one.name] is one, "name", "another for each kernel", repr(one.name))
-    for subject in found.values():
-        for clause, text in subject.documented.items():
-            where = f"documented of {subject.name}"
-            # A kernel that is wrong on clean input is wrong, whatever its documentation says.
-            require(clause != "0", where, "clauses other than 0", "0")
-            require(bool(text.strip()), where, f"what the documentation says about {clause}", repr(text))
-        for name, given in subject.shape.items():
-            where = f"{name} of {subject.name}"
-            if name in _FUNCTIONS:
-                require(callable(given), where, "a function", repr(given))
-            elif name == "dtype":
-                is_dtype = isinstance(getattr(torch, str(given), None), torch.dtype)
-                require(is_dtype, where, "a dtype of torch by name, such as float16", repr(given))
-            elif name in _COUNTS:
-                require(type(given) is int and given > 0, where, "a positive integer", repr(given))
-            elif name == "q_len":
-                require(type(given) is int and given >= 0, where, "an integer of 0 or more", repr(given))
-            elif name == "layout":
-                require(given in LAYOUTS, where, " or ".join(LAYOUTS), repr(given))
-        if subject.kind == "attention":
-            shape = attention_shape(subject.shape)
-            whole = shape.heads % shape.kv_heads == 0
-            require(
-                whole, f"heads of {subject.name}", f"a multiple of kv_heads={shape.kv_heads}", shape.heads
-            )
+            if found[one.name] is not one:
+                raise SettingError(f"name: expected another for each kernel, got {one.name!r}")
     return [replace(subject, call=print, shape={}) for subject in found.values()]
 
 
@@ -184,15 +155,46 @@ def subjects_in(module: str) -> list[Subject]:
         module: a name, or a path that ends in ``.py``.
 
     Raises:
-        ChildError: it does not import, or a decorator was given something wrong; the text says where.
+        ChildError: it does not import, or a decorator was given something wrong; the text says so, and where.
     """
     ended = children.call(listed, module, timeout_s=START_S)
     try:
         found: list[Subject] = ended.answer()
     except children.ChildError as error:
-        reason = str(error).removeprefix("ended with 1: ")
-        raise children.ChildError(f"{reason}{_place(ended.stderr)}") from error
+        reason, place = str(error).removeprefix("ended with 1: "), _place(ended.stderr)
+        wrong = reason.removeprefix(f"{SettingError.__module__}.{SettingError.__name__}: ")
+        if wrong != reason:
+            text = f"{WRONG_SETTING}: {wrong}{place}; no kernel of this module was tested"
+        else:
+            text = f"{NO_IMPORT}: {reason}{place}"
+        raise children.ChildError(text) from error
     return found
+
+
+def check_modules(modules: Sequence[str]) -> None:
+    """Check that modules are there, without importing one; a child also looks in the current folder.
+
+    Raises:
+        ValueError: one is not, or there is no list of names.
+    """
+    is_list = isinstance(modules, list | tuple) and all(isinstance(one, str) for one in modules)
+    require(is_list, "modules", 'names or files, such as ["my_kernels.py"]', repr(modules))
+    for name in modules:
+        if not _is_there(name):
+            raise ValueError(f"modules: {name}: expected a Python file or a module, and none is there")
+
+
+def _is_there(module: str) -> bool:
+    if module.endswith(".py"):
+        return Path(module).is_file()
+    top, *rest = module.split(".")
+    if not all(map(str.isidentifier, (top, *rest))):
+        return False
+    spec = find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])
+    for part in rest:
+        folders = spec and spec.submodule_search_locations
+        spec = PathFinder.find_spec(part, [*folders]) if folders else None
+    return spec is not None
 
 
 def _place(stack: str) -> str:
@@ -313,7 +315,7 @@ def answers(
                 known[kernel][clause] = judged(breaks(_ended(ended, limit_s)), of[kernel], clause)
             for (kernel, clause), text in texts.items():
                 answer = known[kernel][clause]
-                if answer.verdict in (BREAKS, UNDEFINED) and folder and scripts and not answer.unasked:
+                if answer.verdict in (BREAKS, UNDEFINED) and folder and scripts:
                     stem = reproducer.name_of(kernel, clause)
                     known[kernel][clause] = _with_script(answer, text, folder / stem, scripts, limit_s)
     return {subject.name: _complete(subject, known[subject.name]) for subject in subjects}
@@ -339,7 +341,7 @@ def _complete(subject: Subject, found: dict[str, Answer]) -> dict[str, Answer]:
     why = "not asked: wrong on clean input"
     if first.verdict == NOT_RUN:
         why = first.note
-    elif first.note.startswith(WRONG_SETTING):
+    elif first.verdict == NOT_TESTED:
         why = f"not asked: {WRONG_SETTING}"
     return {clause: found.get(clause, not_run(why)) for clause in subject.clauses}
 
@@ -393,28 +395,48 @@ def audit(
     """Put the kernels of modules through the contract, each in a process of its own.
 
     Args:
-        modules: names, or paths that end in ``.py``.
+        modules: a list of names, or paths that end in ``.py``.
         device: ``cpu`` or ``cuda``; by default the best that this machine has.
         limit_s: for one clause of one kernel, in seconds.
         scripts: folder for reproducers, each a script and a file of inputs.
         progress: takes one line about the kernel that is next.
 
-    Yields:
-        An answer a clause, kernel after kernel.
+    Returns:
+        An answer a clause, kernel after kernel, each when it is known. A module that does not import, that
+        registers no kernel, or in which a decorator is at fault is one answer, "not tested".
 
     Raises:
-        ValueError: two modules have a kernel of one name.
+        ValueError: a module that is not there, or ``limit_s`` is no number of seconds above 0; while it is
+            iterated: two modules have a kernel of one name.
+        DeviceError: there is no such device here.
+        OSError: ``scripts`` cannot be written, while it is iterated.
+
+    >>> for answer in audit(["typing"], "cpu"):
+    ...     print(answer.kernel, answer.verdict, answer.note, sep=", ")
+    typing, not tested, registers no kernel
     """
-    device = devices.select(device)
+    check_modules(modules)
+    is_number = type(limit_s) in (int, float) and 0 < limit_s < math.inf
+    require(is_number, "limit_s", "seconds, more than 0", repr(limit_s))
+    return _audited(modules, devices.select(device), limit_s, scripts, progress)
+
+
+def _audited(
+    modules: Sequence[str],
+    device: str,
+    limit_s: float,
+    scripts: Path | None,
+    progress: Callable[[str], object],
+) -> Iterator[Answer]:
     owners: dict[str, str] = {}
     for module in modules:
         try:
             subjects = subjects_in(module)
         except children.ChildError as error:
-            yield Answer(BREAKS, f"{NO_IMPORT}: {error}", module, "0")
+            yield Answer(NOT_TESTED, str(error), module, "0")
             continue
         if not subjects:
-            yield Answer(BREAKS, NO_KERNEL, module, "0")
+            yield Answer(NOT_TESTED, NO_KERNEL, module, "0")
         for subject in subjects:
             owner = owners.setdefault(subject.name, module)
             got = f"{subject.name!r} in {owner} and in {module}"

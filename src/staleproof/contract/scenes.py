@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from staleproof.audit import LAYOUTS
 from staleproof.check import fail
 from staleproof.contract import reproducer
 from staleproof.contract.contract import Answer, breaks, holds
@@ -29,9 +30,6 @@ HELD = (float("nan"), 1e30, -1e30)
 NULL_PAGE = 0
 # Pages before and after the cache, so that an id of -1 or one past the end reads memory we own.
 GUARD = 2
-
-
-LAYOUTS = ("paged", "mla")
 
 
 @dataclass(frozen=True)

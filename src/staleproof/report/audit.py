@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 # How a verdict is shown in a cell; a picture has the same signs, so that colour is not needed.
 SIGNS = {"holds": "+", "breaks": "X", "undefined": "u", "not run": "."}
 MEANING = "  ".join(f"{sign} {verdict}" for verdict, sign in SIGNS.items())
+# A line of its own says why.
+SIGNS |= {"not tested": SIGNS["not run"]}
 COLOURS = {"holds": "#bfd3e6", "breaks": "#b2182b", "undefined": "#f4a582", "not run": "#f0f0f0"}
+COLOURS |= {"not tested": COLOURS["not run"]}
 ARCHIVE = "workbook/audits/2026-11-22.jsonl"
 
 
@@ -25,15 +28,16 @@ def _kernels(answers: Iterable[Answer]) -> dict[str, dict[str, Answer]]:
     """Kernel -> clause -> answer, in their order; without modules that have no kernel to ask."""
     found: dict[str, dict[str, Answer]] = {}
     for one in answers:
-        if not one.unasked:
-            found.setdefault(one.kernel, {})[one.clause] = one
-    return found
+        found.setdefault(one.kernel, {})[one.clause] = one
+    return {
+        name: own for name, own in found.items() if {one.verdict for one in own.values()} != {"not tested"}
+    }
 
 
 def _clauses(answers: Iterable[Answer]) -> list[str]:
     from staleproof.contract.contract import CLAUSES
 
-    present = {one.clause for one in answers if not one.unasked}
+    present = {clause for found in _kernels(answers).values() for clause in found}
     return [clause for clause in CLAUSES if clause in present]
 
 
@@ -62,7 +66,7 @@ def print_table(answers: Sequence[Answer]) -> None:
         typer.echo(MEANING)
         typer.echo("\n".join(f"{clause}: {CLAUSES[clause]}" for clause in names[1:]))
     for one in answers:
-        if one.verdict in ("breaks", "undefined") and not one.unasked:
+        if one.verdict in ("breaks", "undefined"):
             typer.echo(f"{one.verdict}  {one.clause}  {one.kernel}: {one.note}")
     for verdict, word in (("holds", "holds, but"), ("not run", "not run")):
         # Note -> clauses -> kernels.
@@ -80,18 +84,17 @@ def print_table(answers: Sequence[Answer]) -> None:
             ]
             typer.echo(f"{word}  {', '.join(of)}: {note}")
     for one in answers:
-        if one.unasked:
+        if one.verdict == "not tested":
             typer.echo(f"not tested  {one.kernel}: {one.note}")
-    ran = sum(any(one.verdict != "not run" for one in found.values()) for found in kernels.values())
+    idle = {"not run", "not tested"}
+    ran = sum(any(one.verdict not in idle for one in found.values()) for found in kernels.values())
     where = f"{device.provenance()} on {device.machine().name}"
     typer.echo(f"{where}: {ran} of {len(kernels)} kernels ran")
 
 
 def without_script(answers: Sequence[Answer]) -> list[Answer]:
     """The broken clauses that no reproducer shows."""
-    return [
-        one for one in answers if one.verdict in ("breaks", "undefined") and not (one.script or one.unasked)
-    ]
+    return [one for one in answers if one.verdict in ("breaks", "undefined") and not one.script]
 
 
 def write_json(answers: Sequence[Answer], path: Path) -> None:
@@ -133,7 +136,7 @@ def heat_map(answers: Sequence[Answer]) -> Any:
             ax=axes,
             cmap=ListedColormap([*COLOURS.values()]),
             vmin=-0.5,
-            vmax=3.5,
+            vmax=len(order) - 0.5,
             linewidths=0.5,
             xticklabels=clauses,
             yticklabels=[*kernels],
