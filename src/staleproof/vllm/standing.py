@@ -164,16 +164,15 @@ class Registry:
             for one in along:
                 if one.reason is None:
                     one.reason = _needs(name)
-            line = self._stands([name], why, [p.name for p in along])
+            line = f"{name}: {why}; out of service: {', '.join(p.name for p in along)}; {self._in_service()}"
         for one in along:
             with contextlib.suppress(Exception):
                 if one.undo is not None:
                     one.undo()
         return line
 
-    def _stands(self, names: Iterable[str], why: str, out: Iterable[str]) -> str:
-        left = ", ".join(self.in_service()) or "nothing"
-        return f"{', '.join(names)}: {why}; out of service: {', '.join(out)}; in service: {left}"
+    def _in_service(self) -> str:
+        return f"in service: {', '.join(self.in_service()) or 'nothing'}"
 
     def come_back(self, name: str) -> str:
         """Put a patch back in service, with those that went along with it; return a line for the log."""
@@ -204,7 +203,7 @@ class Registry:
         >>> for name in "ab":
         ...     patches.of(name).targets[f"vllm:{name}"] = IN_PLACE
         >>> patches.switch("ab", "a file")
-        ['a, b: switched off by a file; out of service: a, b; in service: nothing']
+        ['a, b: switched off by a file; in service: nothing']
         >>> patches.switch("", "a file")
         ['a, b: in service again']
         """
@@ -218,7 +217,10 @@ class Registry:
         out = self.out_of_service()
         back = [name for name in before if name not in out]
         gone = [name for name in out if name not in before and self.is_switched_off(name)]
-        return ([_again(back)] if back else []) + ([self._stands(gone, SWITCHED + by, out)] if gone else [])
+        # All that is out of service, once: an empty file switches off every patch.
+        also = "" if len(out) == len(gone) else f"; out of service: {', '.join(out)}"
+        off = f"{', '.join(gone)}: {SWITCHED}{by}{also}; {self._in_service()}"
+        return ([_again(back)] if back else []) + ([off] if gone else [])
 
     def is_switched_off(self, name: str) -> bool:
         """Whether a patch is out of service because it, or one that it needs, was switched off."""
