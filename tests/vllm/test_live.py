@@ -205,7 +205,7 @@ def test_one_look_at_a_switch_is_one_line_of_all_that_is_off_and_no_error(here, 
     registry.forget("unpublish")
     by, both = f"switched off by {file}", "undrained_ids, unpublish"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("WARNING", f"staleproof: undrained_ids: {by}; out of service: undrained_ids; in service: unpublish"),
+        ("WARNING", f"staleproof: undrained_ids: {by}; in service: unpublish"),
         ("WARNING", f"staleproof: unpublish: {by}; out of service: {both}; in service: nothing"),
         ("WARNING", f"staleproof: {both}: in service again"),
     ]

@@ -2,7 +2,8 @@
 
 Off unless ``STALEPROOF_WATCH=1``. The counting kernels are captured with the step, and the counts are
 copied to the host twice a second on the step's own stream. Nobody waits for that copy: a later step
-looks whether it has arrived. A scrape reads what has arrived, and touches no device.
+looks whether it has arrived. A scrape reads what has arrived, and touches no device. So what the last half
+second before an idle time has counted arrives in the steps after it.
 """
 
 from __future__ import annotations
