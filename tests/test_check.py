@@ -21,7 +21,7 @@ REFUSED_AND_TAKEN = [
     (X, {"ndim": (1, 3)}, "x: expected a tensor of rank 1 or 3, got shape (2, 3)"),
     (X, {"shape": (2, 4)}, "x: expected shape (2, 4), got shape (2, 3)"),
     (X, {"shape": (None, 4)}, "x: expected shape (*, 4), got shape (2, 3)"),
-    (X, {"shape": (2,)}, "x: expected shape (2), got shape (2, 3)"),
+    (X, {"shape": (2,)}, "x: expected shape (2,), got shape (2, 3)"),
     (X, {"shape": (2, 3, None)}, "x: expected shape (2, 3, *), got shape (2, 3)"),
     (X, {"dtype": torch.int32}, "x: expected torch.int32, got torch.float32"),
     (X, {"dtype": (torch.int32, torch.int64)}, "x: expected torch.int32 or torch.int64, got torch.float32"),

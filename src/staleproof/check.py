@@ -36,7 +36,8 @@ def require(ok: bool, name: str, expected: str, got: object) -> None:
 
 
 def _shape_text(shape: Iterable[int | str | None]) -> str:
-    return "(" + ", ".join("*" if s is None else str(s) for s in shape) + ")"
+    sizes = ["*" if s is None else str(s) for s in shape]
+    return f"({', '.join(sizes)}{',' * (len(sizes) == 1)})"
 
 
 def tensor(
@@ -90,6 +91,18 @@ def tensor(
         fail(name, f"a tensor on {like.device}", f"one on {x.device}")
     if contiguous and not x.is_contiguous():
         fail(name, "a contiguous tensor", f"strides {x.stride()}")
+
+
+def rows(name: str, x: torch.Tensor) -> None:
+    """Check that an argument is a tensor with a first axis.
+
+    >>> rows("x", [1.0])
+    Traceback (most recent call last):
+    ValueError: x: expected a torch.Tensor, got list
+    """
+    tensor(name, x)
+    if not x.ndim:
+        fail(name, "rows, at least one axis", "a tensor of shape ()")
 
 
 def out_pair(out: object, names: str) -> None:

@@ -79,8 +79,9 @@ def test_a_broken_clause_shows_its_script_if_there_is_one(script, said):
 
 
 def test_a_wrong_setting_fails_the_test():
-    with pytest.raises(pytest_plugin.BrokenClauseError, match="rows"):
+    with pytest.raises((pytest_plugin.BrokenClauseError, pytest.skip.Exception)) as error:
         _test_of(NOT_TESTED).runtest()
+    assert error.type is pytest_plugin.BrokenClauseError
 
 
 @pytest.mark.parametrize("verdict", [NOT_RUN, UNDEFINED])

@@ -34,6 +34,7 @@ def test_another_stages_canary_is_a_computed_nan(device):
         (torch.float8_e4m3fn, 1, "x: expected bfloat16, float16 or float32"),
         (torch.bfloat16, 0, "stage: expected 1 to 62"),
         (torch.bfloat16, 63, "stage: expected 1 to 62"),
+        (torch.bfloat16, "1", "stage: expected 1 to 62 .* got '1'"),
     ],
 )
 def test_bad_input(dtype, stage, message):
@@ -41,3 +42,17 @@ def test_bad_input(dtype, stage, message):
     with pytest.raises(ValueError, match=message):
         plant(x, stage)
     assert x.float().eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plant([1.0]), "x: expected a torch.Tensor, got list"),
+        (lambda: row_states([1.0]), "x: expected a torch.Tensor, got list"),
+        (lambda: row_states(torch.ones(())), "x: expected rows, at least one axis"),
+    ],
+)
+def test_what_has_no_rows_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert row_states(torch.ones(0, 3)) == []

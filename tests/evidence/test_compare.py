@@ -109,3 +109,5 @@ def test_bits_are_compared_not_values():
 def test_result_of_another_shape_is_refused(compare):
     with pytest.raises(ValueError, match=r"got: expected the shape \(2,\), got \(3,\)"):
         compare("rows", torch.ones(3), torch.ones(2))
+    with pytest.raises(ValueError, match=r"got: expected a torch.Tensor, got list"):
+        compare("rows", [1.0], torch.ones(2))

@@ -112,6 +112,10 @@ def test_judging_does_not_keep_views_of_static_memory():
     assert judge_rows(run, LIVE) == Verdict.LEAKED
 
 
+def test_of_no_rows_none_is_bad():
+    assert bad_rows(torch.ones(0, 3)).shape == same_bits(torch.ones(0, 3), torch.ones(0, 3)).shape == (0,)
+
+
 def test_rows_are_compared_bit_for_bit():
     a = torch.tensor([[NAN, 1.0], [0.0, 1.0], [2.0, 3.0]])
     b = torch.tensor([[NAN, 1.0], [-0.0, 1.0], [2.0, 3.0]])
@@ -130,11 +134,39 @@ def test_nan_and_both_infinities_are_bad(dtype):
     ("call", "message"),
     [
         (lambda: judge_rows(step(by_row), 5), "live_rows: expected 0 to 4, got 5"),
-        (lambda: judge_rows(step(by_row), torch.ones(3, dtype=torch.bool)), r"live_rows.*\(4\)"),
+        (lambda: judge_rows(step(by_row), torch.ones(3, dtype=torch.bool)), r"live_rows.*\(4,\)"),
         (lambda: judge_rows(step(by_row), torch.ones(4)), "live_rows: expected torch.bool"),
         (lambda: judge_rows(step(by_row), -1), "live_rows: expected 0 to 4, got -1"),
-        (lambda: judge_rows(lambda fill: [], 1), "run: expected at least one output"),
+        (lambda: judge_rows(step(by_row), 0), "live_rows: expected at least one live row, got none"),
+        (lambda: pad_invariance(step(by_row), 0), "live_rows: expected at least one live row, got none"),
+        (lambda: judge_rows(step(by_row), "2"), r"live_rows: expected a number or .* got '2'"),
+        *(
+            (lambda ask=ask, gave=gave: ask(lambda fill: gave, 1), message)
+            for ask in (judge_rows, pad_invariance)
+            for gave, message in (
+                ([], "run: expected at least one output"),
+                (None, "run: expected a tensor of rows or a list of them, got NoneType"),
+                ("ab", "run: expected a tensor of rows or a list of them, got str"),
+                ([torch.ones(2), 3], "output 1 of run: expected a torch.Tensor, got int"),
+                (torch.ones(()), r"output 0 of run: expected rows, .* got a tensor of shape \(\)"),
+                ([torch.ones(2), torch.ones(3)], r"run: expected outputs of as many rows each"),
+            )
+        ),
+        (
+            lambda: pad_invariance(lambda fill: torch.ones(3 + (fill is not CLEAN), 2), 2),
+            r"run: expected shapes \[\(3, 2\)\] as before, got \[\(4, 2\)\]",
+        ),
+        (
+            lambda: judge_rows(lambda fill: torch.full((3 + (fill is None), 2), NAN), 2),
+            r"run: expected shapes \[\(4, 2\)\] as before, got \[\(3, 2\)\]",
+        ),
+        (lambda: bad_rows([1.0]), "x: expected a torch.Tensor, got list"),
+        (lambda: bad_rows(torch.ones(())), "x: expected rows, at least one axis"),
+        (lambda: same_bits(torch.ones(2), torch.ones(3)), r"b: expected shape \(2,\), got shape \(3,\)"),
+        (lambda: same_bits(torch.ones(2), torch.ones(2).int()), "b: expected torch.float32, got torch.int32"),
         (lambda: pad_invariance(step(by_row), 2, trials=0), "trials: expected at least 1, got 0"),
+        (lambda: pad_invariance(step(by_row), 2, trials="4"), "trials: expected at least 1, got '4'"),
+        (lambda: pad_invariance(step(by_row), 2, trials=1.5), "trials: expected at least 1, got 1.5"),
     ],
 )
 def test_bad_input(call, message):

@@ -63,11 +63,22 @@ def test_growth_before_the_lock_and_refusal_after(device):
     assert workspace.nbytes == large.nbytes
 
 
-@pytest.mark.parametrize("shape", [(8, 16), (8, 0, 16), (1, 2, 3, 4, 5), (-1, 4, 16)])
-def test_bad_shapes_are_refused(shape):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(
+            ((shape, BF16, "cpu"), r"shape: expected \(batch, heads, rank\)")
+            for shape in ((8, 16), (8, 0, 16), (1, 2, 3, 4, 5), (-1, 4, 16), (8, 4, 16.0), "814", None)
+        ),
+        ((SHAPE, "bfloat16", "cpu"), "dtype: expected a torch.dtype, got 'bfloat16'"),
+        ((SHAPE, BF16, "gpu"), "device: expected a device of torch, such as cuda:0, got 'gpu'"),
+        ((SHAPE, BF16, 1.5), "device: expected a device of torch, such as cuda:0, got 1.5"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
     workspace = DecodeWorkspace()
-    with pytest.raises(ValueError, match=r"shape: expected \(batch, heads, rank\)"):
-        workspace.get(shape, BF16, "cpu")
+    with pytest.raises(ValueError, match=message):
+        workspace.get(*arguments)
     assert workspace.nbytes == 0
 
 

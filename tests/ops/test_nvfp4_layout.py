@@ -133,6 +133,8 @@ def test_scales_are_made_on_the_device_that_is_asked_for():
     [
         (0, 16, "m: expected at least one row, got 0"),
         (4, 24, "n: expected a positive multiple of 16 columns, got 24"),
+        ("1", 16, "m: expected at least one row, got '1'"),
+        (1, 16.0, "n: expected a positive multiple of 16 columns, got 16.0"),
     ],
 )
 def test_create_names_what_is_wrong(m, n, message):
@@ -150,6 +152,7 @@ def test_dequantise_names_what_is_wrong():
         ((packed, scales.float(), 1.0), "scales: expected torch.float8_e4m3fn or torch.uint8"),
         ((packed, scales.to("meta"), 1.0), "scales: expected a tensor on cpu, got one on meta"),
         ((packed, scales, 0.0), "global_scale: expected a positive finite number, got 0.0"),
+        ((packed, scales, "1"), "global_scale: expected a positive finite number, got '1'"),
         ((packed, scales, torch.ones(1, device="meta")), "global_scale: expected a tensor on cpu"),
         ((packed, scales, torch.ones(2)), r"global_scale: expected shape \(\) or \(1,\), got \(2,\)"),
     )

@@ -318,6 +318,11 @@ BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
     "k zero": ({"top_k": 0}, r"top_k: expected 1 to 8 experts, got 0"),
     "k over 32": ({"router_logits": torch.zeros(1, 64), "top_k": 33}, r"top_k: .*1 to 32"),
     "k a float": ({"top_k": 2.0}, r"top_k: expected 1 to 8 experts, got 2.0"),
+    "k a text": ({"top_k": "2"}, r"top_k: expected 1 to 8 experts, got '2'"),
+    "factor a text": (
+        {"routed_scaling_factor": "1"},
+        r"routed_scaling_factor: expected a finite float32, got '1'",
+    ),
     "padding id": ({"is_padding": MASK, "padding_id": 2**31}, r"padding_id: expected a 32-bit"),
     "padding id below": ({"is_padding": MASK, "padding_id": -(2**31) - 1}, r"padding_id: expected a 32-bit"),
     "ids dtype": ({"topk_ids_dtype": torch.int16}, r"topk_ids_dtype: expected"),

@@ -7,6 +7,8 @@ a single NaN per sign and so no room for a number.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from staleproof import check
@@ -31,11 +33,14 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(BITS[x.element_size()])
 
 
-def _payload(stage: int, dtype: torch.dtype) -> tuple[torch.dtype, int]:
+def _payload(stage: int, x: torch.Tensor) -> tuple[torch.dtype, int]:
+    check.tensor("x", x)
+    dtype = x.dtype
     check.require(dtype in _QUIET_NAN, "x", "bfloat16, float16 or float32", dtype)
     integer, quiet, width = _QUIET_NAN[dtype]
     last = 2**width - 2
-    check.require(1 <= stage <= last, "stage", f"1 to {last} for {dtype}", stage)
+    in_range = isinstance(stage, int) and 1 <= stage <= last
+    check.require(in_range, "stage", f"1 to {last} for {dtype}", repr(stage))
     return integer, quiet | stage
 
 
@@ -51,14 +56,14 @@ def plant(x: torch.Tensor, stage: int = 1) -> torch.Tensor:
         ``x``.
 
     Raises:
-        ValueError: another dtype, or a stage that does not fit into the mantissa.
+        ValueError: no tensor, another dtype, or a stage that does not fit into the mantissa.
 
     >>> out = plant(torch.empty(3, 4))
     >>> out[0] = 1.0  # a kernel that forgets rows 1 and 2
     >>> row_states(out)
     ['finite', 'unwritten', 'unwritten']
     """
-    integer, pattern = _payload(stage, x.dtype)
+    integer, pattern = _payload(stage, x)
     x.view(integer).fill_(pattern)
     return x
 
@@ -75,15 +80,16 @@ def row_states(x: torch.Tensor, stage: int = 1) -> list[str]:
         ``nan`` (written, and at least one value is NaN or Inf), ``zero``, or ``finite``.
 
     Raises:
-        ValueError: as :func:`plant`.
+        ValueError: as :func:`plant`, or a tensor without rows.
 
     >>> out = plant(torch.empty(3, 2, dtype=torch.bfloat16), stage=5)
     >>> out[0], out[1], out[2, 0] = float("nan"), 0.0, 3.0
     >>> row_states(out, stage=5)
     ['nan', 'zero', 'partly written']
     """
-    integer, pattern = _payload(stage, x.dtype)
-    flat = x.reshape(x.shape[0], -1)
+    integer, pattern = _payload(stage, x)
+    check.rows("x", x)
+    flat = x.reshape(len(x), math.prod(x.shape[1:]))
     kept = flat.view(integer) == pattern
     bad = ~torch.isfinite(flat)
     states = torch.full((x.shape[0],), 4, device=x.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from staleproof.check import require
+from staleproof.check import require, tensor
 
 
 def rounding(dtype: torch.dtype, times: int = 1) -> float:
@@ -26,6 +26,12 @@ def rounding(dtype: torch.dtype, times: int = 1) -> float:
     (True, True)
     """
     return times * torch.finfo(dtype).eps / 2
+
+
+def _same_shape(got: torch.Tensor, want: torch.Tensor) -> None:
+    tensor("got", got)
+    tensor("want", want)
+    require(got.shape == want.shape, "got", f"the shape {tuple(want.shape)}", tuple(got.shape))
 
 
 def too_far(what: str, got: torch.Tensor, want: torch.Tensor, budget: float) -> str | None:
@@ -45,7 +51,7 @@ def too_far(what: str, got: torch.Tensor, want: torch.Tensor, budget: float) -> 
         budget: share of the row, e.g. from :func:`rounding`; 0 for equal.
 
     Raises:
-        ValueError: another shape, or a ``want`` that is not finite.
+        ValueError: no tensor, another shape, or a ``want`` that is not finite.
 
     >>> want = torch.tensor([[1.0, 2.0], [100.0, 200.0]])
     >>> too_far("live rows", want * (1 + 2**-11), want, rounding(torch.bfloat16)) is None
@@ -53,7 +59,7 @@ def too_far(what: str, got: torch.Tensor, want: torch.Tensor, budget: float) -> 
     >>> too_far("live rows", want * torch.tensor([[1.01], [1.0]]), want, rounding(torch.bfloat16))
     'live rows: row 0: an element off by 0.01, 0.00391 is allowed'
     """
-    require(got.shape == want.shape, "got", f"the shape {tuple(want.shape)}", tuple(got.shape))
+    _same_shape(got, want)
     if not want.numel():
         return None
     require(bool(want.double().isfinite().all()), "want", "finite numbers", "a NaN or an infinity")
@@ -84,7 +90,7 @@ def other_bits(what: str, got: torch.Tensor, want: torch.Tensor) -> str | None:
     >>> other_bits("untouched rows", nan, torch.zeros(1))
     'untouched rows: 2 of 4 bytes differ'
     """
-    require(got.shape == want.shape, "got", f"the shape {tuple(want.shape)}", tuple(got.shape))
+    _same_shape(got, want)
     got_bytes, want_bytes = (x.contiguous().view(torch.uint8) for x in (got, want))
     differ = int((got_bytes != want_bytes).sum())
     return f"{what}: {differ} of {want_bytes.numel()} bytes differ" if differ else None

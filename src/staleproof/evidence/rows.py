@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -77,10 +78,14 @@ def bad_rows(x: torch.Tensor) -> torch.Tensor:
     Returns:
         (rows,) bool.
 
+    Raises:
+        ValueError: no tensor, or one without rows.
+
     >>> bad_rows(torch.tensor([[1.0, 2.0], [float("inf"), 0.0]]))
     tensor([False,  True])
     """
-    flat = x.reshape(x.shape[0], -1)
+    check.rows("x", x)
+    flat = x.reshape(len(x), math.prod(x.shape[1:]))
     # isfinite is missing for some fp8 types. Their conversion to fp32 is exact.
     return ~torch.isfinite(flat.float()).all(1)
 
@@ -94,19 +99,44 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     Returns:
         (rows,) bool.
 
+    Raises:
+        ValueError: no tensors, or two of other shapes or dtypes.
+
     >>> nan = float("nan")
     >>> same_bits(torch.tensor([[nan], [0.0]]), torch.tensor([[nan], [-0.0]]))
     tensor([ True, False])
     """
-    return (bits(a.contiguous()) == bits(b.contiguous())).reshape(a.shape[0], -1).all(1)
+    check.rows("a", a)
+    check.tensor("b", b, shape=tuple(a.shape), dtype=a.dtype)
+    equal = bits(a.contiguous()) == bits(b.contiguous())
+    return equal.reshape(len(a), math.prod(a.shape[1:])).all(1)
 
 
-def _as_list(outputs: Outputs) -> list[torch.Tensor]:
-    return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+def _outputs(run: Run, fill: Fill | None, before: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    """What ``run`` returns, each with as many rows, and of the shapes of the call before."""
+    outputs = run(fill)
+    found = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+    if not isinstance(found, list | tuple):
+        check.fail("run", "a tensor of rows or a list of them", type(found).__name__)
+    check.require(bool(found), "run", "at least one output tensor", "none")
+    for number, x in enumerate(found):
+        check.rows(f"output {number} of run", x)
+    shapes = [tuple(x.shape) for x in found]
+    wanted = [tuple(x.shape) for x in before]
+    check.require(not before or shapes == wanted, "run", f"shapes {wanted} as before", shapes)
+    check.require(len({len(x) for x in found}) == 1, "run", "outputs of as many rows each", shapes)
+    return [*found]
 
 
-def _copies(outputs: Outputs) -> list[torch.Tensor]:
-    return [x.clone() for x in _as_list(outputs)]
+def _copies(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.clone() for x in outputs]
+
+
+def _judged(live_rows: Rows, x: torch.Tensor) -> torch.Tensor:
+    """The mask of the live rows, of which there must be one."""
+    live = live_mask(live_rows, len(x), x.device)
+    check.require(bool(live.any()), "live_rows", "at least one live row", "none")
+    return live
 
 
 def live_mask(live_rows: Rows, rows: int, device: torch.device) -> torch.Tensor:
@@ -126,7 +156,9 @@ def live_mask(live_rows: Rows, rows: int, device: torch.device) -> torch.Tensor:
     >>> live_mask(2, 4, torch.device("cpu"))
     tensor([ True,  True, False, False])
     """
-    if isinstance(live_rows, int):
+    if not isinstance(live_rows, torch.Tensor):
+        is_number = isinstance(live_rows, int)
+        check.require(is_number, "live_rows", "a number or a (rows,) bool mask", repr(live_rows))
         check.require(0 <= live_rows <= rows, "live_rows", f"0 to {rows}", live_rows)
         return torch.arange(rows, device=device) < live_rows
     check.tensor("live_rows", live_rows, shape=(rows,), dtype=torch.bool)
@@ -147,7 +179,7 @@ def judge_rows(run: Run, live_rows: Rows) -> Verdict:
         The verdict over all outputs.
 
     Raises:
-        ValueError: no output, or ``live_rows`` does not fit the rows.
+        ValueError: ``run`` returns something else, no row is live, or ``live_rows`` does not fit the rows.
 
     >>> def divide_by_largest(fill):
     ...     x = torch.ones(4, 2)
@@ -158,13 +190,12 @@ def judge_rows(run: Run, live_rows: Rows) -> Verdict:
     >>> print(judge_rows(divide_by_largest, live_rows=2))
     leaked
     """
-    as_is = _copies(run(None))
-    check.require(bool(as_is), "run", "at least one output tensor", "none")
-    live = live_mask(live_rows, as_is[0].shape[0], as_is[0].device)
+    as_is = _copies(_outputs(run, None))
+    live = _judged(live_rows, as_is[0])
     bad = torch.stack([bad_rows(x) for x in as_is]).any(0)
     if not (bad & live).any():
         return Verdict.PAD_ONLY if bad.any() else Verdict.CLEAN
-    clean = _copies(run(CLEAN))
+    clean = _outputs(run, CLEAN, as_is)
     still = torch.stack([bad_rows(x) for x in clean]).any(0)
     # If clean padding makes even one bad live row good, the padding was the cause.
     return Verdict.LEAKED if (bad & live & ~still).any() else Verdict.LIVE_BORN
@@ -203,7 +234,8 @@ def pad_invariance(run: Run, live_rows: Rows, trials: int = len(FILLS)) -> PadIn
         Which fills changed a live row, and how many live rows at most.
 
     Raises:
-        ValueError: fewer than one trial, or ``live_rows`` does not fit the rows.
+        ValueError: fewer than one trial, ``run`` returns something else, no row is live, or ``live_rows``
+            does not fit the rows.
 
     >>> def quantize(fill):
     ...     x = torch.ones(4, 2)
@@ -213,13 +245,13 @@ def pad_invariance(run: Run, live_rows: Rows, trials: int = len(FILLS)) -> PadIn
     >>> pad_invariance(quantize, live_rows=2)
     PadInvariance(trials=4, changed=('largest', 'noise'), changed_rows=2)
     """
-    check.require(trials >= 1, "trials", "at least 1", trials)
+    check.require(isinstance(trials, int) and trials >= 1, "trials", "at least 1", repr(trials))
     fills = [*FILLS, *(Fill(f"noise {i}", _noise(i)) for i in range(1, trials))][:trials]
-    base = _copies(run(CLEAN))
-    live = live_mask(live_rows, base[0].shape[0], base[0].device)
+    base = _copies(_outputs(run, CLEAN))
+    live = _judged(live_rows, base[0])
     changed, most = [], 0
     for fill in fills:
-        outputs = _as_list(run(fill))
+        outputs = _outputs(run, fill, base)
         moved = torch.stack([~same_bits(a, b) for a, b in zip(base, outputs, strict=True)]).any(0)
         count = int((moved & live).sum())
         if count:

@@ -74,7 +74,7 @@ class DecodeWorkspace:
             and rank return overlapping memory.
 
         Raises:
-            ValueError: not three or four positive sizes.
+            ValueError: not three or four positive sizes, no dtype, or no device.
             WorkspaceLocked: locked, and the buffer has fewer rows or does not exist.
 
         >>> workspace = DecodeWorkspace()
@@ -83,10 +83,19 @@ class DecodeWorkspace:
         Traceback (most recent call last):
         staleproof.ops.decode_workspace.WorkspaceLocked: decode workspace is locked: ...
         """
+        whole = (int, torch.SymInt)
+        is_shape = isinstance(shape, (tuple, list)) and len(shape) in (3, 4)
+        if not is_shape or not all(isinstance(size, whole) and size > 0 for size in shape):
+            check.fail(
+                "shape", "(batch, heads, rank) or (batch, q_len, heads, rank), all positive", repr(shape)
+            )
         sizes = tuple(shape)
-        if len(sizes) not in (3, 4) or any(size <= 0 for size in sizes):
-            check.fail("shape", "(batch, heads, rank) or (batch, q_len, heads, rank), all positive", sizes)
-        device = torch.device(device)
+        if not isinstance(dtype, torch.dtype):
+            check.fail("dtype", "a torch.dtype", repr(dtype))
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError):
+            check.fail("device", "a device of torch, such as cuda:0", repr(device))
         lane: object = micro_batch
         if device.type == "cuda" and (micro_batch is None or device.index is None):
             # A compiled function would keep the stream and the device of the call it was made for.

@@ -33,8 +33,11 @@ def check_sizes(m: int, n: int, name: str = "n") -> None:
 
     Any positive number of rows is allowed. A row must be whole blocks.
     """
-    check.require(m > 0, "m" if name == "n" else name, "at least one row", m)
-    check.require(n > 0 and n % BLOCK == 0, name, f"a positive multiple of {BLOCK} columns", n)
+    whole = (int, torch.SymInt)
+    if not (isinstance(m, whole) and m > 0):
+        check.fail("m" if name == "n" else name, "at least one row", repr(m))
+    if not (isinstance(n, whole) and n > 0 and n % BLOCK == 0):
+        check.fail(name, f"a positive multiple of {BLOCK} columns", repr(n))
 
 
 def check_quantized(
@@ -73,7 +76,8 @@ def as_global_scale(
     """
     most = torch.finfo(torch.float32).max
     if not isinstance(global_scale, torch.Tensor):
-        check.require(0 < global_scale <= most, "global_scale", "a positive finite number", global_scale)
+        if not (isinstance(global_scale, (int, float)) and 0 < global_scale <= most):
+            check.fail("global_scale", "a positive finite number", repr(global_scale))
         return torch.full((1,), global_scale, dtype=torch.float32, device=like.device)
     check.tensor("global_scale", global_scale, dtype=torch.float32, like=like)
     shape = tuple(global_scale.shape)

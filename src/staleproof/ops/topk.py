@@ -143,7 +143,7 @@ def route(
     check.require(strides[1] == 1, "router_logits", "contiguous rows", f"strides {strides}")
     if not (isinstance(top_k, int) and 1 <= top_k <= min(experts, MAX_TOP_K)):
         # A text with sizes is formatted on failure only: torch cannot trace it with symbolic sizes.
-        check.require(False, "top_k", f"1 to {min(experts, MAX_TOP_K)} experts", top_k)
+        check.fail("top_k", f"1 to {min(experts, MAX_TOP_K)} experts", repr(top_k))
     if groups:
         _check_groups(experts, top_k, *groups)
     like: dict[str, Any] = {"like": x, "contiguous": True}
@@ -153,8 +153,9 @@ def route(
         check.tensor("is_padding", is_padding, shape=(rows,), dtype=torch.bool, **like)
         in_range = isinstance(padding_id, int) and -(2**31) <= padding_id < 2**31
         check.require(in_range, "padding_id", "a 32-bit integer", padding_id)
-    finite = abs(routed_scaling_factor) <= torch.finfo(torch.float32).max
-    check.require(finite, "routed_scaling_factor", "a finite float32", routed_scaling_factor)
+    is_number = isinstance(routed_scaling_factor, (int, float))
+    if not (is_number and abs(routed_scaling_factor) <= torch.finfo(torch.float32).max):
+        check.fail("routed_scaling_factor", "a finite float32", repr(routed_scaling_factor))
     known = topk_ids_dtype in IDS_DTYPES
     check.require(known, "topk_ids_dtype", "torch.int32 or torch.int64", topk_ids_dtype)
     if out is None:
