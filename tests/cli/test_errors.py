@@ -134,7 +134,9 @@ def test_a_reader_that_has_gone_is_no_verdict(monkeypatch):
     os.close(reader)
     monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
     monkeypatch.setattr(sys, "stderr", sys.stderr)  # the command may replace it
-    monkeypatch.setattr(terminal.console(), "quiet", False)  # and rich prints nothing after this
+    # Its own: what a console could not print it prints later, and after this it prints nothing more.
+    alone = terminal.Console(highlight=False)
+    monkeypatch.setattr(terminal, "console", lambda: alone)
     assert cli.main(["patches", "--version", "0.18.1"]) == 141
 
 
