@@ -66,6 +66,26 @@ def half_written(x):
     out[: len(x) - BY * (len(x) == 5)] = 2 * x[: len(x) - BY * (len(x) == 5)]
     return out
 
+# What nobody has written, and fmin drops where it is NaN or large.
+def least(one):
+    scratch = torch.empty(1 + BY)
+    scratch[0] = one
+    return scratch.nan_to_num(1e30).amin()
+
+@audit.rows(reference=lambda x: x)
+def dropped(x):
+    return x * least(1.0)
+
+@audit.routing()
+def dropped_too(router_logits, top_k):
+    weights, ids = router_logits.sigmoid().topk(top_k)
+    return weights * least(1.0), ids
+
+@audit.attention()
+def dropped_where_empty(q, k_cache, v_cache, block_table, seq_lens, softmax_scale):
+    out, _ = right(q, k_cache, v_cache, block_table, seq_lens, softmax_scale)
+    return torch.where((seq_lens > 0)[:, None, None], out, least(0.0))
+
 @audit.rows(in_place=True, reference=lambda x: 2 * x)
 def raises(x):
     if BY and x.isnan().any():
@@ -79,6 +99,9 @@ BROKEN = {
     "repeats": {"I"},
     "shared_scale": {"R"},
     "half_written": {"W"},
+    "dropped": {"W"},
+    "dropped_too": {"0"},
+    "dropped_where_empty": {"E"},
     "raises": {"R"},
 }
 

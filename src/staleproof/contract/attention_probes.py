@@ -172,7 +172,8 @@ def clean_input(kernel: Kernel, shape: Shape, device: str) -> Answer:
             return breaks(f"its argument {name} does not hold what it returns")
     for fill in HELD[1:]:
         if wrong := wrong_rows(run(kernel, call, fill), call):
-            return breaks(f"{wrong}: depends on what the memory held, here {fill:g}", _right(call, wrong))
+            note = f"{wrong}: depends on what the memory held, here {fill:g}"
+            return breaks(note, reproducer.over(_right(call, wrong), fill))
     for lengths in (LONG, MANY):
         more = make_call(shape, scaled(shape, lengths), device, seed=len(lengths))
         more.block_table = more.block_table[:, :-1].contiguous()
@@ -229,12 +230,19 @@ def empty_rows(kernel: Kernel, shape: Shape, device: str, *, q_len: int = 1) -> 
             between = f"an empty request between live ones, seq_lens {list(lengths)}: {wrong}{padded}"
             if result is not found[0]:
                 between += f"; it depends on what the memory held, here {fill:g}"
+                shown = reproducer.over(shown, fill)
             return breaks(between, shown)
         for row in (~call.live()).nonzero().flatten().tolist():
             empty = torch.arange(len(call.q), device=call.q.device) == row
             where = f"row {row}, of an empty request (seq_lens {list(lengths)})"
             if what := _empty_row([out[row] for out, _ in found]):
-                return breaks(f"{where}: {what}", reproducer.right(torch.zeros_like(call.out), rows=empty))
+                shown = reproducer.right(torch.zeros_like(call.out), rows=empty)
+                if what.startswith("depends"):
+                    fills = zip(HELD, found, strict=True)
+                    shown = reproducer.over(
+                        shown, next(fill for fill, (out, _) in fills if (out[row] != 0).any())
+                    )
+                return breaks(f"{where}: {what}", shown)
             for _, lse in found:
                 if lse is not None and (off := lse[row] != kernel.empty_lse).any():
                     wanted = torch.full_like(lse, kernel.empty_lse)

@@ -87,6 +87,17 @@ def written(stale: torch.Tensor, *, result: int = 0) -> Example | None:
     return None if (kept := last()) is None else kept | _part(stale, result, stale)
 
 
+def over(shown: Example | None, fill: float) -> Example | None:
+    """The example, over new memory that holds ``fill``, as for :func:`staleproof.contract.scenes.hold`."""
+    return shown and {**shown, "over": fill}
+
+
+def held(found: torch.Tensor, fill: float, usual: float, *, result: int = 0) -> Example | None:
+    """The last call, one of whose results is another over memory that holds ``fill`` than over ``usual``."""
+    kept = last()
+    return over(kept and kept | _part(found, result, None) | {"usual": usual}, fill)
+
+
 def routed(row: int, result: int, experts: int) -> Example | None:
     """The last call of a router, one of whose rows must name distinct experts of so many."""
     if (kept := last()) is None:
@@ -145,6 +156,8 @@ def script(subject: Subject, clause: str, note: str, shown: Example | None) -> s
         "# Memory of torch.empty holds NaN.",
         'torch.set_deterministic_debug_mode("warn")',
     ]
+    if shown and "over" in shown:
+        lines[-2:] = ["# What new memory holds.", "from staleproof.contract.scenes import dirty_memory"]
     if shown is None:
         return "\n".join([*lines, call('case["inputs"]')]) + "\n"
     several = subject.kind == "attention" and "q_len" in subject.shape
@@ -154,20 +167,25 @@ def script(subject: Subject, clause: str, note: str, shown: Example | None) -> s
     memory = "out" if "out" in inspect.signature(function).parameters else "x"
     if memory == "out" or subject.shape.get("in_place"):
         lines.append(f'    result = inputs["{memory}"] if result is None else result')
+    on = "    " if "over" in shown else ""
     lines += [
         f"    result = result[{shown['result']}] if isinstance(result, tuple | list) else result",
         f"    return result{part}.float()",
         "",
-        'got = run(case["inputs"])',
+        *([f'with dirty_memory(float("{shown["over"]:g}")):'] if on else []),
+        f'{on}got = run(case["inputs"])',
     ]
+    if "usual" in shown:
+        again = 'run(torch.load(Path(__file__).with_suffix(".pt"))["inputs"])'
+        lines += [f'with dirty_memory(float("{shown["usual"]:g}")):', f"    want = {again}"]
     if "experts" in shown:
         distinct = '{*got[0].tolist()} & {*range(case["experts"])}'
         lines.append(f'assert len({distinct}) == got.shape[1], f"experts {{got.tolist()}}"')
-    elif "clean" in shown or "expected" in shown:
+    elif {"clean", "expected", "usual"} & {*shown}:
         wanted = 'run(case["clean"])' if "clean" in shown else 'case["expected"].float()'
         near = f"{shown.get('tolerance', 0):.3g}"
         lines += [
-            f"want = {wanted}",
+            *([] if "usual" in shown else [f"want = {wanted}"]),
             # Not torch.testing.assert_close: its first call imports half of torch.
             f"off = ~torch.isclose(got, want, rtol={near}, atol={near}, equal_nan=True)",
             'assert not off.any(), f"expected {want[off][:4].tolist()}, got {got[off][:4].tolist()}"',

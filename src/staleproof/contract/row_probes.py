@@ -55,13 +55,14 @@ def _call(kernel: Kernel, known: Known, fill: float = NAN) -> list[torch.Tensor]
     return [part.clone() for part in _results(kernel, known, fill)]
 
 
-def _held(kernel: Kernel, known: Known, first: Sequence[torch.Tensor]) -> str:
-    """Which result has other bits than the first call's where new memory held something else, or ``""``."""
+def _held(kernel: Kernel, known: Known, first: Sequence[torch.Tensor]) -> Answer | None:
+    """A break, if a result has other bits than over finite memory where memory held something else."""
     for fill in scenes.HELD:
         for number, (a, b) in enumerate(zip(first, _call(kernel, known, fill), strict=True)):
             if not scenes.same_results([a], [b]):
-                return f"result {number} depends on what the memory held, here {fill:g}"
-    return ""
+                note = f"result {number} depends on what the memory held, here {fill:g}"
+                return breaks(note, reproducer.held(a, fill, 3.0, result=number))
+    return None
 
 
 def returning_x(kernel: Kernel) -> Kernel:
@@ -330,8 +331,8 @@ def right_experts(kernel: Kernel, shape: Shape, device: str) -> Answer:
         if ("", "") not in with_bias:
             notes.add("with a bias they are of no known form")
     known = _router_input(kernel, shape, _logits(shape, device))
-    if wrong_memory := _held(kernel, known, _call(kernel, known, 3.0)):
-        return breaks(wrong_memory)
+    if stale := _held(kernel, known, _call(kernel, known, 3.0)):
+        return stale
     unknown = next(filter(None, sorted(notes)), "")
     return not_run(f"{NO_REFERENCE} for weights: {unknown}") if unknown else holds()
 
@@ -637,16 +638,18 @@ def all_written(kernel: Kernel, shape: Shape, device: str) -> Answer:
     rows = max(5, shape.get("live_rows", 0) + 1)
     first, *others = (_call(kernel, _rows(shape, device, rows), fill) for fill in scenes.HELD)
     for number, (a, *over) in enumerate(zip(first, *others, strict=True)):
-        stale = torch.stack([bits(a.contiguous()) != bits(b.contiguous()) for b in over]).any(0)
+        differ = [bits(a.contiguous()) != bits(b.contiguous()) for b in over]
+        stale = torch.stack(differ).any(0)
         if not stale.any():
             continue
         again = _call(kernel, _rows(shape, device, rows))[number]
         if not scenes.same_results([a], [again]):
             return not_run(f"result {number} has other bits the second time, over the same memory")
         note = f"{int(stale.sum())} of {a.numel()} elements of result {number} depend on what the memory held"
-        # In a script, where torch fills new memory with NaN, no other would show.
-        shown = a.float().isnan() & stale if a.is_floating_point() else stale.new_zeros(())
-        return breaks(note, reproducer.written(shown, result=number) if shown.any() else None)
+        if a.is_floating_point() and (shown := a.float().isnan() & stale).any():
+            return breaks(note, reproducer.written(shown, result=number))
+        fill = next(fill for fill, off in zip(scenes.HELD[1:], differ, strict=True) if off.any())
+        return breaks(note, reproducer.held(a, fill, NAN, result=number))
     return holds()
 
 
@@ -660,8 +663,8 @@ def right_operands(kernel: Kernel, shape: Shape, device: str) -> Answer:
             return breaks(f"writes to {name}")
     if not scenes.same_results(first, second):
         return breaks("other bits the second time")
-    if wrong := _held(kernel, scenes.zeros_behind(known), first):
-        return breaks(wrong)
+    if stale := _held(kernel, scenes.zeros_behind(known), first):
+        return stale
     if not shape.get("reference"):
         return not_run(NO_REFERENCE)
     wanted = _tensors(shape, "reference", **known)
