@@ -145,6 +145,7 @@ def test_the_command_prints_a_table_or_json(url, capsys):
 def test_the_command_shows_what_the_host_counts_and_which_blocks_are_harmless(url, capsys, monkeypatch):
     # Contain and poison count where there is no bad row to show.
     counts = {"contained_requests": 8, "poisoned_blocks": 344}
+    monkeypatch.setattr(watch_port.registry, "counters", dict)  # those of other tests
     monkeypatch.setattr(watch_port.live, "health", lambda required: _health([{"counts": counts}]))
     assert watch_client.counters(watch_client.fetch(url)) == "contained requests 8; poisoned blocks 344"
     assert cli.main(["watch", url, "--once"]) == 0
