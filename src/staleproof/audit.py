@@ -57,10 +57,10 @@ ARGUMENTS_OF_ATTENTION = (
     "q k_cache v_cache kv_cache kv_lora_rank block_table seq_lens query_start_loc out lse "
     "softmax_scale max_seq_len max_q_len page_size"
 )
-# Kind of kernel -> its clauses, the arguments that a kernel may name, and the sizes its decorator takes.
+# Kind of kernel -> its clauses, the arguments that a kernel may name, and sizes of its decorator -> defaults.
 KINDS: dict[str, tuple[str, ...]] = {}
 ARGUMENTS: dict[str, tuple[str, ...]] = {}
-SIZES: dict[str, tuple[str, ...]] = {}
+SIZES: dict[str, dict[str, Any]] = {}
 for _kind, _clauses, _arguments in (
     ("attention", "0 E T B R N U Q L A O", ARGUMENTS_OF_ATTENTION),
     ("routing", "0 I Ib P R O", "router_logits top_k bias is_padding"),
@@ -69,6 +69,8 @@ for _kind, _clauses, _arguments in (
 ):
     KINDS[_kind], ARGUMENTS[_kind] = tuple(_clauses.split()), tuple(_arguments.split())
 LAYOUTS = ("paged", "mla")
+# Usual sizes of layout mla, DeepSeek's: a latent of 512, and 64 more for positions.
+MLA = {"head_dim": 576, "value_dim": 512}
 # Rows of a batch that routing and rows are asked with.
 ROWS = 6
 
@@ -189,14 +191,12 @@ def _check_sizes(kind: str, given: Mapping[str, Any], of: str) -> None:
     for name, value in given.items():
         fits, expected = _FITTING[name]
         require(fits(value), f"{name} of {of}", expected, repr(value))
-    size = {name: one.default for name, one in inspect.signature(globals()[kind]).parameters.items()}
-    size.update(given)
+    size = {**SIZES[kind], **given}
     if kind == "attention":
         heads, kv_heads = size["heads"], size["kv_heads"]
         require(heads % kv_heads == 0, f"heads of {of}", f"a multiple of kv_heads={kv_heads}", heads)
         if size["layout"] == "mla":
-            # DeepSeek's: a latent of 512 and 64 more for positions.
-            whole, latent = size["head_dim"] or 576, size["value_dim"] or 512
+            whole, latent = (size[name] or usual for name, usual in MLA.items())
             require(kv_heads == 1, f"kv_heads of {of}", "1 with layout mla", kv_heads)
             require(latent <= whole, f"value_dim of {of}", f"at most head_dim={whole}", latent)
     if kind == "routing":
@@ -212,10 +212,24 @@ def _check_sizes(kind: str, given: Mapping[str, Any], of: str) -> None:
     require(live < ROWS, f"live_rows of {of}", padded, live)
 
 
+# What the text of every decorator says of the arguments that all have.
+_COMMON = """\
+name: of the kernel; by default the function's.
+        needs: ``cpu``, ``cuda``, ``sm90``, ``sm100``, or ``""`` for any device.
+        documented: clause -> what the kernel's documentation says of it; a break is then *undefined*.
+        skip: clause -> why the kernel is not asked.
+        given: further arguments of the function by name.
+
+    Raises:
+        SettingError: a ValueError that names the argument, what was expected and what came; some when the
+            decorator is applied."""
+
+
 def _decorator(kind: Callable[P, Any]) -> Callable[P, Callable[[F], F]]:
     """The decorator whose keyword arguments and text are those of a function of its name."""
-    own = [name for name in inspect.signature(kind).parameters if name not in _ARGUMENTS]
-    SIZES[kind.__name__] = tuple(own)
+    kind.__doc__ = (kind.__doc__ or "").replace("{common}", _COMMON)
+    defaults = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
+    SIZES[kind.__name__] = {name: value for name, value in defaults.items() if name not in _ARGUMENTS}
 
     @wraps(kind)
     def register(*functions: Any, **given: Any) -> Callable[[F], F]:
@@ -312,15 +326,7 @@ def attention(
         prepared: whether the function returns one that launches.
         planned: whether that one holds only for the lengths that it was made with.
         empty_lse: what the kernel documents as the lse of an empty request.
-        name: of the kernel; by default the function's.
-        needs: ``cpu``, ``cuda``, ``sm90``, ``sm100``, or ``""`` for any device.
-        documented: clause -> what the kernel's documentation says of it; a break is then *undefined*.
-        skip: clause -> why the kernel is not asked.
-        given: further arguments of the function by name.
-
-    Raises:
-        SettingError: a ValueError that names the argument, what was expected and what came; some when the
-            decorator is applied.
+        {common}
 
     >>> @attention(head_dim=64, skip={"A": "keeps a workspace"})
     ... def decode(q, k_cache, v_cache, block_table, seq_lens, softmax_scale, out): ...
@@ -350,15 +356,7 @@ def routing(
         padding_id: the id in rows that ``is_padding`` marks.
         reference: takes router_logits and top_k, and returns weights and ids; needed where weights are
             neither those of softmax nor of sigmoid.
-        name: of the kernel; by default the function's.
-        needs: ``cpu``, ``cuda``, ``sm90``, ``sm100``, or ``""`` for any device.
-        documented: clause -> what the kernel's documentation says of it; a break is then *undefined*.
-        skip: clause -> why the kernel is not asked.
-        given: further arguments of the function by name.
-
-    Raises:
-        SettingError: a ValueError that names the argument, what was expected and what came; some when the
-            decorator is applied.
+        {common}
 
     >>> @routing(experts=8, top_k=2)
     ... def route(router_logits, top_k):
@@ -391,15 +389,7 @@ def rows(
             int8 values and scales needs none.
         inverse: takes the results of a quantiser, and returns x; for packed formats.
         live_rows: only so many of 6 rows are live, 1 to 5; by default all.
-        name: of the kernel; by default the function's.
-        needs: ``cpu``, ``cuda``, ``sm90``, ``sm100``, or ``""`` for any device.
-        documented: clause -> what the kernel's documentation says of it; a break is then *undefined*.
-        skip: clause -> why the kernel is not asked.
-        given: further arguments of the function by name.
-
-    Raises:
-        SettingError: a ValueError that names the argument, what was expected and what came; some when the
-            decorator is applied.
+        {common}
 
     >>> from staleproof.contract.runner import audit_here
     >>> @rows(hidden=32, reference=lambda x: 2 * x)
@@ -426,15 +416,7 @@ def operands(
     Args:
         make: takes the device, ``cpu`` or ``cuda``, and returns a dict of arguments by name.
         reference: takes what the kernel takes, and returns every result.
-        name: of the kernel; by default the function's.
-        needs: ``cpu``, ``cuda``, ``sm90``, ``sm100``, or ``""`` for any device.
-        documented: clause -> what the kernel's documentation says of it; a break is then *undefined*.
-        skip: clause -> why the kernel is not asked.
-        given: further arguments of the function by name.
-
-    Raises:
-        SettingError: a ValueError that names the argument, what was expected and what came; some when the
-            decorator is applied.
+        {common}
 
     >>> import torch
     >>> @operands(make=lambda device: {"x": torch.ones(4, device=device)}, reference=lambda x: x + 1)

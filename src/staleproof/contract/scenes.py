@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from staleproof.audit import LAYOUTS
+from staleproof.audit import LAYOUTS, MLA
 from staleproof.check import fail
 from staleproof.contract import reproducer
 from staleproof.contract.contract import Answer, breaks, holds
@@ -66,8 +66,7 @@ LAUNCH = ("prepared", "planned", "empty_lse")
 def attention_shape(given: Mapping[str, Any]) -> Shape:
     """The shape among what a kernel's decorator was given."""
     sizes = {name: value for name, value in given.items() if name not in LAUNCH}
-    # DeepSeek's: a latent of 512 and 64 more for positions.
-    usual = {"head_dim": 576, "value_dim": 512} if sizes.get("layout") == "mla" else {}
+    usual = MLA if sizes.get("layout") == "mla" else {}
     return Shape(**usual | sizes)
 
 
