@@ -52,6 +52,7 @@ def test_a_row_that_fits_comes_with_flag_control_patch_and_chapter(capsys):
 def test_evidence_of_one_backend_is_none_of_another(capsys):
     on_gb200 = (*NAN, "--gpu", "gb200")
     assert "empty_rows (evidence: source)" in flat(diagnose(capsys, *on_gb200, "--backend", "CUTLASS_MLA"))
+    assert "evidence source: released" in flat(diagnose(capsys, *on_gb200, "--backend", "CUTLASS_MLA", "-v"))
     unknown = "evidence: real with TRITON_MLA, source with CUTLASS_MLA or FLASHINFER_MLA"
     assert unknown in flat(diagnose(capsys, *on_gb200))
 

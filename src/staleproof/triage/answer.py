@@ -82,18 +82,19 @@ def grade(row: Row, facts: Facts) -> str:
     return ", ".join(reversed(parts))
 
 
-def ceiling(row: Row) -> str:
+def ceiling(row: Row, facts: Facts) -> str:
     """How much the row's evidence can carry.
 
     >>> from staleproof.triage.table import rows
-    >>> {row.key: ceiling(row)[:7] for row in rows()}["dummy_slots"]
+    >>> {row.key: ceiling(row, Facts())[:7] for row in rows()}["dummy_slots"]
     'replica'
     """
-    if row.grade == "real":
+    strongest = grade(row, facts).partition(" ")[0]
+    if strongest == "real":
         return "real: third-party code showed a link of it; your server was not asked"
-    if row.grade == "source":
+    if strongest == "source":
         return "source: released code says so; nobody ran it here"
-    return f"{row.grade}: at best consistent with it; no released code ran"
+    return f"{strongest}: at best consistent with it; no released code ran"
 
 
 def as_json(facts: Facts, found: Sequence[Judgement]) -> str:
@@ -145,7 +146,7 @@ def _as_dict(one: Judgement, facts: Facts, first: bool) -> dict[str, Any]:
         "affected": one.row.affected,
         "patches": patches,
         "notebook": f"notebooks/{one.row.notebook}",
-        "ceiling": ceiling(one.row),
+        "ceiling": ceiling(one.row, facts),
         "evidence": [{**vars(item), "rests_on": item.rests_on} for item in one.row.evidence],
     }
 
@@ -268,7 +269,7 @@ def _headline(one: Judgement, facts: Facts, verbose: bool) -> Iterator[tuple[str
         ("read", f"notebooks/{row.notebook}; staleproof run {row.incident}"),
     ]
     if verbose:
-        fields += [("because", "; ".join(one.because)), ("evidence", ceiling(row))]
+        fields += [("because", "; ".join(one.because)), ("evidence", ceiling(row, facts))]
         fields += [("", f"{item.grade}: {item.says} [{item.rests_on}]") for item in row.evidence]
     yield from ((f"   {name:<10}", text) for name, text in fields if text)
 
