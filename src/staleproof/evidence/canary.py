@@ -33,6 +33,15 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(BITS[x.element_size()])
 
 
+def by_row(x: torch.Tensor) -> torch.Tensor:
+    """View a tensor of rows as (rows, elements); there may be none of either.
+
+    >>> by_row(torch.zeros(2, 3, 4)).shape, by_row(torch.zeros(0, 3)).shape, by_row(torch.zeros(5)).shape
+    (torch.Size([2, 12]), torch.Size([0, 3]), torch.Size([5, 1]))
+    """
+    return x.reshape(len(x), math.prod(x.shape[1:]))
+
+
 def _payload(stage: int, x: torch.Tensor) -> tuple[torch.dtype, int]:
     check.tensor("x", x)
     dtype = x.dtype
@@ -89,7 +98,7 @@ def row_states(x: torch.Tensor, stage: int = 1) -> list[str]:
     """
     integer, pattern = _payload(stage, x)
     check.rows("x", x)
-    flat = x.reshape(len(x), math.prod(x.shape[1:]))
+    flat = by_row(x)
     kept = flat.view(integer) == pattern
     bad = ~torch.isfinite(flat)
     states = torch.full((x.shape[0],), 4, device=x.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +9,7 @@ from enum import StrEnum
 import torch
 
 from staleproof import check
-from staleproof.evidence.canary import bits
+from staleproof.evidence.canary import bits, by_row
 
 
 class Verdict(StrEnum):
@@ -85,9 +84,8 @@ def bad_rows(x: torch.Tensor) -> torch.Tensor:
     tensor([False,  True])
     """
     check.rows("x", x)
-    flat = x.reshape(len(x), math.prod(x.shape[1:]))
     # isfinite is missing for some fp8 types. Their conversion to fp32 is exact.
-    return ~torch.isfinite(flat.float()).all(1)
+    return ~torch.isfinite(by_row(x).float()).all(1)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -108,8 +106,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """
     check.rows("a", a)
     check.tensor("b", b, shape=tuple(a.shape), dtype=a.dtype)
-    equal = bits(a.contiguous()) == bits(b.contiguous())
-    return equal.reshape(len(a), math.prod(a.shape[1:])).all(1)
+    return by_row(bits(a.contiguous()) == bits(b.contiguous())).all(1)
 
 
 def _outputs(run: Run, fill: Fill | None, before: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:

@@ -230,14 +230,12 @@ def rows() -> tuple[Row, ...]:
 
 
 def _row(evidence: Sequence[Mapping[str, Any]], **entry: Any) -> Row:
-    items = []
-    for item in evidence:
-        kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}
-        items.append(Evidence(**kept))
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
-    }
-    return Row(evidence=tuple(items), **fields)
+    return Row(evidence=tuple(Evidence(**_fixed(item)) for item in evidence), **_fixed(entry))
+
+
+def _fixed(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists become tuples, so that what is cached cannot change."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
 
 
 def of(incident: str) -> tuple[Row, ...]:

@@ -219,8 +219,10 @@ class Registry:
         gone = [name for name in out if name not in before and self.is_switched_off(name)]
         # All that is out of service, once: an empty file switches off every patch.
         also = "" if len(out) == len(gone) else f"; out of service: {', '.join(out)}"
-        off = f"{', '.join(gone)}: {SWITCHED}{by}{also}; {self._in_service()}"
-        return ([_again(back)] if back else []) + ([off] if gone else [])
+        lines = [_again(back)] if back else []
+        if gone:
+            lines.append(f"{', '.join(gone)}: {SWITCHED}{by}{also}; {self._in_service()}")
+        return lines
 
     def is_switched_off(self, name: str) -> bool:
         """Whether a patch is out of service because it, or one that it needs, was switched off."""
