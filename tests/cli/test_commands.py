@@ -350,8 +350,9 @@ def test_list_ends_with_what_this_machine_skips_and_why(root, incident, capsys):
         ("staleproof.device.select", ["record", "--device", "cpu"], "cpu", ["cpu"]),
     ],
 )
-def test_what_is_given_is_handed_on(root, incident, monkeypatch, place, command, result, handed):
+def test_what_is_given_is_handed_on(root, incident, monkeypatch, tmp_path, place, command, result, handed):
     incident(clean)
+    monkeypatch.chdir(tmp_path)  # --scripts makes its folder.
     asked = []
     monkeypatch.setattr("staleproof.vllm.watch_client.fetch", lambda url: [Sample("watch_up", {}, 1.0)])
     monkeypatch.setattr(place, lambda *args, **options: asked.append([*args, *options.values()]) or result)
