@@ -200,14 +200,12 @@ def _check_sizes(kind: str, given: Mapping[str, Any], of: str) -> None:
             require(kv_heads == 1, f"kv_heads of {of}", "1 with layout mla", kv_heads)
             require(latent <= whole, f"value_dim of {of}", f"at most head_dim={whole}", latent)
     if kind == "routing":
-        experts, most, which = size["experts"], size["experts"], ""
+        experts, most, of_them = size["experts"], size["experts"], "experts"
         if size["grouped"]:
             in_groups = experts % 4 == 0 and experts >= 8
             require(in_groups, f"experts of {of}", "a multiple of 4, from 8, with grouped=True", experts)
-            most, which = experts // 2, " experts in 2 of 4 groups"
-        require(
-            size["top_k"] <= most, f"top_k of {of}", f"at most {most}{which or ' experts'}", size["top_k"]
-        )
+            most, of_them = experts // 2, "experts in 2 of 4 groups"
+        require(size["top_k"] <= most, f"top_k of {of}", f"at most {most} {of_them}", size["top_k"])
     live, padded = size.get("live_rows") or 1, f"1 to {ROWS - 1} of {ROWS} rows, so that one is padding"
     require(live < ROWS, f"live_rows of {of}", padded, live)
 

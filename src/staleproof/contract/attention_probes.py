@@ -202,10 +202,8 @@ def _empty_row(rows: Sequence[torch.Tensor]) -> str:
         return ""
     if all(bool(row.isnan().any()) for row in rows):
         return "NaN is written"
-    kept = [torch.empty_like(row) for row in rows]
-    for memory, fill in zip(kept, HELD, strict=True):
-        hold(memory, fill)
-    if all(bool(same_bits(row, memory).all()) for row, memory in zip(rows, kept, strict=True)):
+    kept = (same_bits(row, hold(torch.empty_like(row), fill)) for row, fill in zip(rows, HELD, strict=True))
+    if all(bool(same.all()) for same in kept):
         return "not written: it keeps what the memory held"
     if not all(bool(same_bits(rows[0], row).all()) for row in rows):
         return "depends on what the memory held"
@@ -420,8 +418,7 @@ def spare_rows(kernel: Kernel, shape: Shape, device: str) -> Answer:
                 by = f"{fill.name} in q past the end" if held is HELD[0] else "what the memory held"
                 return breaks(f"{by} changes a live row")
             if "out" in bound(kernel.call, call.arguments()):
-                kept = torch.empty_like(out)
-                hold(kept, held)
+                kept = hold(torch.empty_like(out), held)
                 if not bool(same_bits(out, kept)[live:].all()):
                     shown = reproducer.right(kept, rows=spare)
                     return breaks("writes rows of out past the end", shown)

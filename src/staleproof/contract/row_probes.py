@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from staleproof.audit import ROWS, SettingError
+from staleproof.audit import ROWS, SIZES, SettingError
 from staleproof.check import bound
 from staleproof.contract import reproducer, scenes
 from staleproof.contract.contract import NO_REFERENCE, Answer, breaks, holds, not_run
@@ -63,6 +63,11 @@ def _held(kernel: Kernel, known: Known, first: Sequence[torch.Tensor]) -> Answer
                 note = f"result {number} depends on what the memory held, here {fill:g}"
                 return breaks(note, reproducer.held(a, fill, 3.0, result=number))
     return None
+
+
+def _size(shape: Shape, name: str) -> Any:
+    """A size of a router or of a kernel of rows: the one given, or else its decorator's default."""
+    return shape.get(name, (SIZES["routing"] | SIZES["rows"])[name])
 
 
 def returning_x(kernel: Kernel) -> Kernel:
@@ -199,7 +204,7 @@ def _route(kernel: Kernel, shape: Shape, logits: torch.Tensor, **more: Any) -> t
 
 
 def _router_input(kernel: Kernel, shape: Shape, logits: torch.Tensor) -> Known:
-    known: Known = {"router_logits": logits, "top_k": shape.get("top_k", 4)}
+    known: Known = {"router_logits": logits, "top_k": _size(shape, "top_k")}
     nothing = {"bias": logits.new_zeros(logits.shape[1]), "is_padding": logits.new_zeros(len(logits)).bool()}
     return known | {name: x for name, x in nothing.items() if _needs(kernel, name)}
 
@@ -219,7 +224,7 @@ def _ids_last(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def _logits(shape: Shape, device: str, rows: int = ROWS, seed: int = 0) -> torch.Tensor:
-    return _random(rows, shape.get("experts", 16), seed=seed, device=device, dtype=torch.float32)
+    return _random(rows, _size(shape, "experts"), seed=seed, device=device, dtype=torch.float32)
 
 
 def _bad_ids(ids: torch.Tensor, experts: int) -> str:
@@ -278,7 +283,7 @@ def _routed_off(
     shape: Shape, logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> tuple[str, str]:
     """What is wrong with a choice of experts, and what is not known of its weights."""
-    top_k = shape.get("top_k", 4)
+    top_k = _size(shape, "top_k")
     wanted = (len(logits), top_k)
     if tuple(ids.shape) != wanted or tuple(weights.shape) != wanted:
         return f"shapes {tuple(weights.shape)}, {tuple(ids.shape)}, expected {wanted}", ""
@@ -300,8 +305,8 @@ def _routed_off(
         wrong = _far(weights.gather(1, order), right.gather(1, right_order))
         return wrong and f"weights of {wrong}", ""
     chosen = ids.long().sort(-1).values
-    if not any(torch.equal(chosen, right) for right in _choices(logits, top_k, shape.get("grouped", False))):
-        of = "the best groups" if shape.get("grouped") else "the largest logits"
+    if not any(torch.equal(chosen, right) for right in _choices(logits, top_k, _size(shape, "grouped"))):
+        of = "the best groups" if _size(shape, "grouped") else "the largest logits"
         return f"not the experts with {of}", ""
     return _weights_off(logits, weights, ids)
 
@@ -394,7 +399,7 @@ def padding_mask(kernel: Kernel, shape: Shape, device: str) -> Answer:
         mask.zero_()[rows] = True
         masked = logits.masked_fill(mask[:, None], NAN)
         masked_weights, masked_ids = _route(kernel, shape, masked, is_padding=mask)
-        if not bool((masked_ids[mask] == shape.get("padding_id", -1)).all()):
+        if not bool((masked_ids[mask] == _size(shape, "padding_id")).all()):
             return breaks(f"a padding row has the ids {masked_ids[rows[0]].tolist()}")
         if not bool((masked_weights[mask] == 0).all()):
             return breaks("a padding row has a weight")
@@ -431,7 +436,7 @@ _QUANTISED = {
 
 def _rows(shape: Shape, device: str, rows: int = ROWS, seed: int = 0) -> Known:
     dtype = scenes.usual_dtype(device, shape.get("dtype", ""))
-    return {"x": _random(rows, shape.get("hidden", 64), seed=seed, device=device, dtype=dtype)}
+    return {"x": _random(rows, _size(shape, "hidden"), seed=seed, device=device, dtype=dtype)}
 
 
 def _scales(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:

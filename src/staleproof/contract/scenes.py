@@ -251,13 +251,16 @@ def far_lse(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> st
     return ""
 
 
-def hold(x: torch.Tensor, fill: float) -> None:
+def hold(x: torch.Tensor, fill: float) -> torch.Tensor:
     """Fill memory with what a last tenant may have left.
 
     Args:
         x: the memory.
         fill: for floating tensors, as far as their dtype goes. Bytes and integers get a number of their own
             for NaN, for a small, a large and a large negative one.
+
+    Returns:
+        ``x``.
     """
     # Compilers allocate leaves that need a gradient, which may not be written in place.
     memory, small = x.detach(), abs(fill) < 1e4
@@ -272,6 +275,7 @@ def hold(x: torch.Tensor, fill: float) -> None:
         memory.fill_(max(min(fill, largest), -largest))
     else:
         memory.fill_(-whole if fill < 0 and x.dtype.is_signed else whole)
+    return x
 
 
 @contextmanager
@@ -284,9 +288,7 @@ def dirty_memory(fill: float) -> Iterator[None]:
 
     def filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(*args: Any, **kwargs: Any) -> torch.Tensor:
-            x = make(*args, **kwargs)
-            hold(x, fill)
-            return x
+            return hold(make(*args, **kwargs), fill)
 
         return call
 
